@@ -1,0 +1,1 @@
+"""One module per backend, all with the same functions: supports, forward, backward (and supports_decode, decode)."""
