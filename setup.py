@@ -1,0 +1,188 @@
+"""Build of attnkit: the Python packages always, and the C++ extension attnkit._C where it compiles.
+
+What is the same on every machine stands in pyproject.toml; here is what has to be found out:
+whether the extension can be built (and if not, why, for `attnkit info`), and how.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import find_packages, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+BUILD_INFO = Path("attnkit", "_build_info.py")  # written here, read by `attnkit info`; not in git
+EXTENSION = "attnkit._C"
+
+# The stable ABIs this is built for: one library serves every later torch and Python as well.
+TORCH_TARGET = "0x020b000000000000"  # 2.11
+PYTHON_TARGET, PYTHON_TAG = "0x030A0000", "cp310"  # 3.10
+# A free-threaded Python has no limited API, so there the library is for that one version.
+LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
+
+# No -march: instruction sets are chosen at run time.  No -ffast-math: NaN and infinities count.
+FLAGS = ["-O3", "-std=c++20", "-fno-math-errno", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
+
+
+def find_compiler() -> tuple[str | None, str]:
+    """The command of the C++ compiler and "", or None and the reason why there is none."""
+    named = os.environ.get("CXX")
+    for command in [named] if named else ["c++", "g++", "clang++"]:
+        if shutil.which(shlex.split(command)[0]):
+            return command, ""
+    if named:
+        return None, f"CXX names {named!r}, which is not on the PATH"
+    return None, "no C++ compiler was found (c++, g++ or clang++ on the PATH, or CXX)"
+
+
+def obstacle() -> str:
+    """Why the extension is not to be built on this machine, as a sentence; "" when it is."""
+    if os.environ.get("ATTNKIT_BUILD_EXT", "1") == "0":
+        return "ATTNKIT_BUILD_EXT=0 was set when attnkit was installed"
+    if not sys.platform.startswith("linux"):
+        return f"the extension is built on Linux only, and this is {sys.platform}"
+    command, reason = find_compiler()
+    if command is None:
+        return reason
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.exists():
+        return f"Python's C headers are not installed ({header} is missing; Debian: python3-dev)"
+    return ""
+
+
+def say(sentence: str) -> None:
+    print(f"attnkit: {sentence}", file=sys.stderr, flush=True)
+
+
+def compiler_version(command: str) -> str:
+    shown = subprocess.run([*shlex.split(command), "--version"], capture_output=True, text=True)
+    return (shown.stdout.splitlines() or [command])[0]
+
+
+def write_build_info(folder: Path, reason: str) -> None:
+    """Record in `folder` how the extension was built, or why it was not."""
+    values = {
+        "EXTENSION_BUILT": not reason,
+        "REASON": reason,
+        "COMPILER": "",
+        "TORCH": "",
+        "FLAGS": "",
+    }
+    if not reason:
+        import torch
+
+        command = find_compiler()[0] or ""
+        values |= {
+            "COMPILER": compiler_version(command),
+            "TORCH": torch.__version__,
+            "FLAGS": " ".join(FLAGS),
+        }
+    lines = [f"{name} = {value!r}" for name, value in values.items()]
+    text = "\n".join(
+        ['"""How this copy of attnkit was built.  Written by setup.py."""', "", *lines, ""]
+    )
+    path = folder / BUILD_INFO
+    if not path.exists() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+class BuildPy(build_py):
+    """Copies the packages, and records in the copy (here, if editable) how it was built."""
+
+    def run(self) -> None:
+        super().run()
+        write_build_info(ROOT if self.editable_mode else Path(self.build_lib), REASON)
+
+
+class BuildNothing(build_ext):
+    """Stands in for the build of the extension where it is not to be built."""
+
+    def run(self) -> None:
+        say(f"installing without the C++ extension: {REASON}.")
+        if self.inplace or self.editable_mode:
+            for old in (ROOT / "attnkit").glob("_C.*so"):
+                say(f"removing {old.name} of an earlier build.")
+                old.unlink()
+            write_build_info(ROOT, REASON)
+
+
+def extension_arguments() -> dict:
+    """What setup() needs to know to build attnkit._C."""
+    # Build tools of the interpreter's own environment (ninja) count even where it is not activated.
+    os.environ["PATH"] = os.pathsep.join(
+        [sysconfig.get_path("scripts"), os.environ.get("PATH", "")]
+    )
+    os.environ["CXX"] = find_compiler()[0] or ""
+    try:
+        from torch.utils.cpp_extension import BuildExtension, CppExtension
+    except ImportError as error:
+        raise SystemExit(
+            f"attnkit: the C++ extension needs torch to build, and it does not import ({error}). "
+            "Install torch first, drop --no-build-isolation, or set ATTNKIT_BUILD_EXT=0 to install "
+            "without the extension."
+        ) from error
+
+    class BuildExtensions(BuildExtension):
+        """Compiles, keeps object files between editable installs, explains a failure."""
+
+        def run(self) -> None:
+            if (
+                self.editable_mode
+            ):  # pip would have it in a temporary folder and compile everything anew
+                self.build_temp = str(ROOT / "build" / "editable")
+            try:
+                super().run()
+            except Exception as error:
+                raise SystemExit(
+                    f"attnkit: compiling {EXTENSION} with {os.environ['CXX']!r} failed "
+                    f"({type(error).__name__}: {error}). Its messages stand above. It has to know "
+                    "C++20 (GCC 10, clang 12 or newer; CXX=... names another one); "
+                    "ATTNKIT_BUILD_EXT=0 installs without the extension."
+                ) from error
+            if self.inplace or self.editable_mode:
+                write_build_info(ROOT, "")
+
+    sources = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "csrc").rglob("*.cpp"))]
+    headers = [
+        path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "csrc").rglob("*.[hi]*"))
+    ]
+    # Python's own flags often hold -g, which makes the library ten times larger; CFLAGS overrules.
+    flags = FLAGS if "CFLAGS" in os.environ else [*FLAGS, "-g0"]
+    if LIMITED_API:
+        flags = [*flags, f"-DPy_LIMITED_API={PYTHON_TARGET}"]
+    extension = CppExtension(
+        EXTENSION,
+        sources,
+        depends=["setup.py", *headers],
+        extra_compile_args={"cxx": flags},
+        py_limited_api=LIMITED_API,
+    )
+    options = {"bdist_wheel": {"py_limited_api": PYTHON_TAG}} if LIMITED_API else {}
+    return {
+        "ext_modules": [extension],
+        "cmdclass": {"build_py": BuildPy, "build_ext": BuildExtensions},
+        "options": options,
+    }
+
+
+os.chdir(ROOT)
+REASON = obstacle()
+kernels = ["attnkit.kernels", *(f"attnkit.kernels.{name}" for name in find_packages("kernels"))]
+setup(
+    packages=[*find_packages(include=["attnkit", "attnkit.*"]), *kernels],
+    package_dir={"attnkit.kernels": "kernels"},
+    **(
+        {"cmdclass": {"build_py": BuildPy, "build_ext": BuildNothing}}
+        if REASON
+        else extension_arguments()
+    ),
+)
