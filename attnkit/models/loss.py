@@ -1,0 +1,36 @@
+"""loss = mean over real tokens of -sum_w target(w) log p(w),  target = (1 - eps) one-hot + eps / V."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def label_smoothed_cross_entropy(
+    logits: Tensor, targets: Tensor, smoothing: float = 0.1, ignore_index: int = 0
+) -> Tensor:
+    """Cross entropy with label smoothing, averaged over the targets that are not ``ignore_index``.
+
+    Args:
+        logits: [..., V], any float dtype; the loss is computed in float32 at least.
+        targets: [...] int64.  Where it is ``ignore_index`` the row adds nothing and gets no gradient.
+        smoothing: eps in 0..1, spread evenly over all V classes; 0 is ``F.cross_entropy``.
+        ignore_index: the id of padding.
+
+    Returns:
+        A scalar; 0, with a gradient of zeros, when every target is padding.
+    """
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"targets is {tuple(targets.shape)}, expected {tuple(logits.shape[:-1])}: "
+            f"logits {tuple(logits.shape)} without the last dimension"
+        )
+    total = F.cross_entropy(
+        logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32)),
+        targets.flatten(),
+        ignore_index=ignore_index,
+        label_smoothing=smoothing,
+        reduction="sum",
+    )
+    return total / (targets != ignore_index).sum().clamp(min=1)

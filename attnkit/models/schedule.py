@@ -1,0 +1,43 @@
+"""lr(step) = peak * min(step / warmup, decay(step)):  a linear warm-up, then a decay that meets it at the peak."""
+
+from __future__ import annotations
+
+import math
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def peak_rate(d_model: int = 512, warmup: int = 4000) -> float:
+    """The highest learning rate of "Attention Is All You Need": (d_model * warmup) ** -0.5."""
+    return float((d_model * warmup) ** -0.5)
+
+
+def inverse_sqrt(optimizer: Optimizer, warmup: int = 4000) -> LambdaLR:
+    """Warm up for ``warmup`` steps to the optimizer's rate, then decay with sqrt(warmup / step).
+
+    With the rate ``peak_rate(d_model, warmup)`` this is the schedule of the paper.
+    """
+    _check(warmup)
+    return LambdaLR(optimizer, lambda done: min((done + 1) / warmup, math.sqrt(warmup / (done + 1))))
+
+
+def cosine(optimizer: Optimizer, warmup: int, total: int, floor: float = 0.0) -> LambdaLR:
+    """Warm up for ``warmup`` steps, then half a cosine down to ``floor`` times the rate at step ``total``."""
+    _check(warmup)
+    if total <= warmup:
+        raise ValueError(f"total is {total}, expected more than warmup, {warmup}")
+
+    def factor(done: int) -> float:
+        step = done + 1
+        if step <= warmup:
+            return step / warmup
+        progress = min(1.0, (step - warmup) / (total - warmup))
+        return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+    return LambdaLR(optimizer, factor)
+
+
+def _check(warmup: int) -> None:
+    if warmup < 1:
+        raise ValueError(f"warmup is {warmup}, expected 1 or more")
