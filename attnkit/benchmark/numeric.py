@@ -1,0 +1,103 @@
+"""Is the result right?  Asked of every implementation before it is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import attnkit
+from attnkit.benchmark.cases import Case, Inputs, ours
+
+# Largest error of a row against float64, relative to the row's norm.  Several times what a right
+# kernel shows on normal inputs, many times less than what one wrong key in a row shows.
+TOLERANCE = {"fp64": 1e-11, "fp32": 2e-5, "fp16": 1e-2, "bf16": 6e-2}
+
+NAMES = ("out", "dq", "dk", "dv")
+FLOP_BUDGET = 3e10  # of the check; a large case is checked on some of its heads
+
+
+class WrongResult(AssertionError):
+    """An implementation's numbers are not attention's numbers, so its speed means nothing."""
+
+
+class Truth(NamedTuple):
+    """Float64 results of the (batch, kv head) pairs that are checked.
+
+    ``tensors[n]`` holds out, dq, dk, dv of pair n: [group or 1, L, dim].
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+    group: int  # query heads of one kv head
+    tensors: tuple[tuple[Tensor, Tensor, Tensor, Tensor], ...]
+
+
+def truth(case: Case, inputs: Inputs, budget: float = FLOP_BUDGET) -> Truth:
+    """Output and gradients in float64 by the reference backend, one kv head at a time."""
+    group = case.heads // case.kv_heads
+    every = [(b, h) for b in range(case.batch) for h in range(case.kv_heads)]
+    pairs = _spread(every, int(budget / (case.flops("step") / len(every))))
+    return Truth(pairs, group, tuple(_one_head(case, inputs, b, h, group) for b, h in pairs))
+
+
+def _one_head(
+    case: Case, inputs: Inputs, b: int, h: int, group: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q_heads, kv_head = slice(h * group, (h + 1) * group), slice(h, h + 1)
+    q = inputs.q[b : b + 1, q_heads].double().requires_grad_()  # [1, group, Lq, D]
+    k = inputs.k[b : b + 1, kv_head].double().requires_grad_()  # [1, 1, Lk, D]
+    v = inputs.v[b : b + 1, kv_head].double().requires_grad_()
+    dout = inputs.dout[b : b + 1, q_heads].double()
+    lengths = None if inputs.lengths is None else inputs.lengths[b : b + 1]
+    attend = ours(case, Inputs(q, k, v, dout, lengths))
+    with attnkit.use_backend("reference"):
+        out = attend(q, k, v)
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    return out.detach()[0], dq[0], dk[0], dv[0]
+
+
+def _spread(items: Sequence[tuple[int, int]], most: int) -> tuple[tuple[int, int], ...]:
+    """At most ``most`` (but two) of the items, evenly, the first and the last among them."""
+    count = min(len(items), max(2, most))
+    if count <= 1:
+        return tuple(items)
+    return tuple(items[i * (len(items) - 1) // (count - 1)] for i in range(count))
+
+
+def row_error(found: Tensor, expected: Tensor) -> float:
+    """max over rows of |found - expected| / max(|expected|, typical |expected|), Euclidean norms.
+
+    A row whose true value is near zero is measured against the typical (root mean square) row.
+    NaN where there is one.
+    """
+    expected = expected.double()
+    norms = expected.norm(dim=-1)
+    typical = norms.square().mean().sqrt()
+    scale = norms.clamp(min=float(typical)).clamp(min=torch.finfo(torch.float64).tiny)
+    return float(((found.double() - expected).norm(dim=-1) / scale).max())
+
+
+def errors(results: Sequence[Tensor], true: Truth) -> dict[str, float]:
+    """The largest row error of each result, by name: out and, where given, dq, dk, dv."""
+    worst = dict.fromkeys(NAMES[: len(results)], 0.0)
+    for (b, h), tensors in zip(true.pairs, true.tensors, strict=True):
+        for name, found, expected in zip(NAMES, results, tensors, strict=False):
+            heads = expected.shape[0]
+            error = row_error(found[b, h * heads : (h + 1) * heads], expected)
+            # `max` would drop a NaN that comes second
+            worst[name] = error if error != error else max(error, worst[name])
+    return worst
+
+
+def check(name: str, results: Sequence[Tensor], true: Truth, tolerance: float) -> dict[str, float]:
+    """The errors of ``errors``; raises WrongResult if one is above the tolerance."""
+    found = errors(results, true)
+    for tensor, error in found.items():
+        if not error <= tolerance:  # a NaN is not
+            raise WrongResult(
+                f"{name}: {tensor} has a row error of {error:.3g} against float64, expected at "
+                f"most {tolerance:.3g}; it is not timed"
+            )
+    return found

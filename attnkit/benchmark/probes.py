@@ -1,0 +1,94 @@
+"""What the machine can do at most: fused multiply-adds per second, bytes read per second.
+
+A probe is a candidate like any other, timed in the same rounds as the kernels whose share of the
+peak one wants to know: a peak from another minute, or from a data sheet, belongs to another clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnkit.benchmark.timing import Candidate, Samples
+
+PROBE = "peak"  # the name of the candidate, in comparisons and results
+PROBE_SECONDS = 0.01  # long against the start of the threads, short against a round
+FALLBACK_SIZE = 1024  # of the square matrices; beyond it the rate no longer grows
+READ_BYTES = 256 << 20  # several times the last-level cache of a large server
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Work whose amount is known.
+
+    ``kind`` says what ran: ``fma`` or ``read`` are loops in attnkit's extension that do nothing
+    else; ``matmul`` and ``sum`` are PyTorch's operations, used without the extension, and stay
+    below the machine's peak.
+    """
+
+    kind: str
+    work: float  # floating-point operations, or bytes, of one call
+    call: Callable[[], object]
+
+    def candidate(self, name: str = PROBE) -> Candidate:
+        """The probe as a candidate of ``compare``."""
+        return Candidate(name, self.call)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """A rate that was measured, in work per second (FLOP/s or bytes/s)."""
+
+    kind: str
+    median: float
+    best: float
+
+    @classmethod
+    def of(cls, probe: Probe, samples: Samples) -> Peak:
+        """From the samples of ``probe.candidate()``."""
+        return cls(probe.kind, probe.work / samples.median, probe.work / samples.best)
+
+
+def flops_probe(seconds: float = PROBE_SECONDS) -> Probe:
+    """The fp32 multiply-add peak of all of PyTorch's threads; a call takes about ``seconds``.
+
+    It is the yardstick for every dtype: where the processor has faster instructions for 16-bit
+    types, a kernel that uses them may exceed it.
+    """
+    operator = _operator("cpu_probe_fma")
+    if operator is None:
+        a, b = torch.rand(2, FALLBACK_SIZE, FALLBACK_SIZE)
+        out = torch.empty_like(a)
+        return Probe("matmul", 2.0 * FALLBACK_SIZE**3, lambda: torch.mm(a, b, out=out))
+    iterations = _iterations_for(operator, seconds)
+    return Probe("fma", float(operator(iterations)), lambda: operator(iterations))
+
+
+def read_probe(size: int = READ_BYTES) -> Probe:
+    """The rate at which all of PyTorch's threads read ``size`` bytes that no cache holds."""
+    data = torch.ones(size // 4)
+    operator = _operator("cpu_probe_read")
+    if operator is None:
+        return Probe("sum", float(data.nbytes), data.sum)
+    return Probe("read", float(data.nbytes), lambda: operator(data))
+
+
+def _operator(name: str) -> Callable[..., Any] | None:
+    """An operator of attnkit's extension, or None where it was not built."""
+    found: Callable[..., Any] | None = getattr(torch.ops.attnkit, name, None)
+    return found
+
+
+def _iterations_for(operator: Callable[..., Any], seconds: float) -> int:
+    iterations = 1 << 10
+    while True:
+        start = time.perf_counter()
+        operator(iterations)
+        taken = time.perf_counter() - start
+        if taken >= seconds / 4 or iterations >= 1 << 28:
+            return max(1, int(iterations * seconds / max(taken, 1e-9)))
+        iterations *= 4
