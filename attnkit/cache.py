@@ -1,4 +1,4 @@
-"""Keys and values of the tokens seen so far, so that a decode step costs O(cache) and recomputes nothing."""
+"""Keys and values of the tokens seen so far: a step costs O(cache), and nothing is recomputed."""
 
 from __future__ import annotations
 
@@ -11,41 +11,38 @@ from attnkit import functional
 
 
 class KVCache:
-    """A preallocated cache: token t of sequence b sits in slot t, and ``lengths[b]`` slots are filled.
+    """A preallocated cache: token t of sequence b is in slot t; ``lengths[b]`` slots are filled.
 
-    ========= ========================= ==========================================================
+    ========= ========================= =====================================================
     attribute shape                     meaning
-    ========= ========================= ==========================================================
-    k, v      [B, Hkv, capacity, D|Dv]  written in place; what lies at or past the length is never read
-    lengths   [B] int32                 a tensor, changed in place: no step reads it on the host
+    ========= ========================= =====================================================
+    k, v      [B, Hkv, capacity, D|Dv]  written in place; slots past the length are never read
+    lengths   [B] int32                 changed in place; no step reads it on the host
     keep      [B, capacity] bool | None True = attend; hides slots such as left padding
-    ========= ========================= ==========================================================
+    ========= ========================= =====================================================
 
     The cache is for inference: a key that requires a gradient is refused.
 
-    A full cache is noticed without reading the device.  The host keeps an upper bound of the longest
-    length; it grows by n with each ``append`` of n tokens, and only when it says "full" are the true
-    lengths read, once.  Inside a compiled graph nothing can be raised, and nothing is checked: call
-    :meth:`check_room` for all the steps to come before the first of them.
+    A full cache is noticed without reading the device.  The host keeps an upper bound of the
+    longest length; it grows by n with each ``append`` of n tokens, and only when it says "full" are
+    the true lengths read, once.  Inside a compiled graph nothing can be raised, and nothing is
+    checked: call :meth:`check_room` for all the steps to come before the first of them.
     """
 
     def __init__(self, k: Tensor, v: Tensor, lengths: Tensor, keep: Tensor | None = None) -> None:
         if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
             raise ValueError(
-                f"k and v are {tuple(k.shape)} and {tuple(v.shape)}, expected [B, Hkv, capacity, D] "
-                "that differ in D alone"
-            )
-        if lengths.shape != k.shape[:1] or lengths.dtype != torch.int32:
-            raise ValueError(
-                f"lengths is {lengths.dtype} {tuple(lengths.shape)}, expected torch.int32 ({k.shape[0]},)"
+                f"k and v are {tuple(k.shape)} and {tuple(v.shape)}, "
+                "expected [B, Hkv, capacity, D] that differ in D alone"
             )
         _same_kind("v", v, k)
-        if keep is not None and (keep.shape != (k.shape[0], k.shape[2]) or keep.dtype != torch.bool):
-            raise ValueError(
-                f"keep is {keep.dtype} {tuple(keep.shape)}, expected torch.bool {(k.shape[0], k.shape[2])}"
-            )
+        batch, _, capacity, _ = k.shape
+        _expect("lengths", lengths, torch.int32, (batch,))
+        if keep is not None:
+            _expect("keep", keep, torch.bool, (batch, capacity))
         self.k, self.v, self.lengths, self.keep = k, v, lengths, keep
-        self._longest: int | None = None  # upper bound of lengths.max(); None: not known to the host
+        # upper bound of lengths.max(); None: the host does not know one
+        self._longest: int | None = None
 
     @classmethod
     def allocate(
@@ -59,7 +56,7 @@ class KVCache:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> KVCache:
-        """An empty cache of ``batch`` sequences of up to ``capacity`` tokens, for ``heads`` key/value heads."""
+        """An empty cache of ``batch`` sequences, ``heads`` key/value heads, ``capacity`` tokens."""
         options: dict[str, Any] = {"dtype": dtype, "device": device}
         k = torch.zeros(batch, heads, capacity, head_dim, **options)
         v = torch.zeros(batch, heads, capacity, v_head_dim or head_dim, **options)
@@ -71,8 +68,8 @@ class KVCache:
     def like(cls, k: Tensor, v: Tensor, capacity: int, *, batch: int | None = None) -> KVCache:
         """An empty cache for keys and values such as k [B, Hkv, n, D] and v [B, Hkv, n, Dv].
 
-        Heads, sizes, dtype and device are theirs, so that a half-precision model or one under autocast
-        gets a half-precision cache; so is the batch size, if ``batch`` does not give another.
+        Heads, sizes, dtype and device are theirs, so that a half-precision model, or one under
+        autocast, gets a half-precision cache; so is the batch size, unless ``batch`` gives another.
         """
         return cls.allocate(
             k.shape[0] if batch is None else batch,
@@ -91,7 +88,10 @@ class KVCache:
 
     def __repr__(self) -> str:
         batch, heads, capacity, dim = self.k.shape
-        return f"KVCache(batch={batch}, heads={heads}, capacity={capacity}, head_dim={dim}, dtype={self.k.dtype})"
+        return (
+            f"KVCache(batch={batch}, heads={heads}, capacity={capacity}, head_dim={dim}, "
+            f"dtype={self.k.dtype})"
+        )
 
     def check_room(self, n: int) -> None:
         """ValueError if a sequence has no room for n more tokens."""
@@ -104,19 +104,22 @@ class KVCache:
                 )
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Write k [B, Hkv, n, D] and v [B, Hkv, n, Dv] behind each sequence's tokens, and count them.
+        """Write k [B, Hkv, n, D] and v [B, Hkv, n, Dv] behind each sequence's tokens; count them.
 
-        Raises before anything is written: ValueError for a full cache or another shape, TypeError for
-        another dtype, RuntimeError for keys that require a gradient.
+        Raises before anything is written: ValueError for a full cache, another shape or device,
+        TypeError for another dtype, RuntimeError for keys that require a gradient.
         """
         for name, new, old in (("k", k, self.k), ("v", v, self.v)):
             batch, heads, _, dim = old.shape
-            if new.dim() != 4 or (new.shape[0], new.shape[1], new.shape[3]) != (batch, heads, dim):
-                raise ValueError(f"{name} is {tuple(new.shape)}, expected [{batch}, {heads}, n, {dim}]")
+            if new.dim() != 4 or (*new.shape[:2], new.shape[3]) != (batch, heads, dim):
+                raise ValueError(
+                    f"{name} is {tuple(new.shape)}, expected [{batch}, {heads}, n, {dim}]"
+                )
             _same_kind(name, new, old)
             if new.requires_grad and torch.is_grad_enabled():
                 raise RuntimeError(
-                    f"{name} requires a gradient, which a cache cannot carry: append under torch.no_grad()"
+                    f"{name} requires a gradient, which a cache cannot carry: "
+                    "append under torch.no_grad()"
                 )
         n = k.shape[2]
         if v.shape[2] != n:
@@ -144,7 +147,7 @@ class KVCache:
         )
 
     def reorder(self, index: Tensor) -> None:
-        """Row b becomes what row ``index[b]`` was; rows may be repeated and dropped (index: int [B]).
+        """Row b becomes what row ``index[b]`` was (int [B]); rows may be repeated and dropped.
 
         In place.  An index of another length is a batch of another size, which takes new memory.
         """
@@ -162,7 +165,7 @@ class KVCache:
             self.keep = None if self.keep is None else self.keep.index_select(0, index)
 
     def crop(self, lengths: Tensor | int) -> None:
-        """Forget the tokens at and past ``lengths`` (one number, or [B]); shorter sequences stay as they are."""
+        """Forget the tokens from ``lengths`` (one number, or [B]) on; shorter sequences stay."""
         if isinstance(lengths, int):
             if lengths < 0:
                 raise ValueError(f"lengths is {lengths}, expected 0 or more")
@@ -176,6 +179,11 @@ class KVCache:
         """Forget all tokens; the memory stays."""
         self.lengths.zero_()
         self._longest = 0
+
+
+def _expect(name: str, found: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if found.dtype != dtype or found.shape != shape:
+        raise ValueError(f"{name} is {found.dtype} {tuple(found.shape)}, expected {dtype} {shape}")
 
 
 def _same_kind(name: str, new: Tensor, old: Tensor) -> None:

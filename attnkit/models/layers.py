@@ -1,7 +1,7 @@
-"""x <- norm(x + sublayer(x)) (Post-Norm, the paper) or x + sublayer(norm(x)) (Pre-Norm), for each sublayer.
+"""x <- norm(x + sublayer(x)), the paper's Post-Norm, or x + sublayer(norm(x)), Pre-Norm.
 
-One path serves training, scoring and cached decoding: an attention either projects its keys and values
-from its input, or appends them to a cache, or is handed them ready-made (cross-attention).
+One path serves training, scoring and cached decoding: an attention takes its keys and values from
+its input, or adds these to a cache, or is handed them ready-made (cross-attention).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class KeyValue(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Multi-head attention, with the parameters, and their names, of ``torch.nn.MultiheadAttention``."""
+    """Multi-head attention with the parameters of ``torch.nn.MultiheadAttention``, by its names."""
 
     def __init__(self, d_model: int, num_heads: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -47,11 +47,11 @@ class Attention(nn.Module):
         mask: Mask | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Attend from x [R, L, E]: to ``memory`` if given, else to x itself, and to what ``cache`` holds.
+        """Attend from x [R, L, E] to ``memory`` if given, else to x and to what ``cache`` holds.
 
-        ``memory`` may have fewer rows than x: then R / B rows of x in turn (the beams of a sequence)
-        share a row of it, and the mask may not depend on the query.  With a cache, x is appended to it;
-        the mask is then its own.
+        ``memory`` may have fewer rows, B: then R / B rows of x in turn (the beams of a sequence)
+        share a row of it, and the mask may not depend on the query.  With a cache, x is added to
+        it, and causality and its own ``keep`` are the mask.
         """
         query, kv = self._project(x, memory)
         if cache is None:
@@ -91,7 +91,9 @@ class Attention(nn.Module):
         if rows != x.shape[0]:
             # beams of one sequence become queries side by side: its memory is not copied for them
             x = x.reshape(rows, -1, width)
-        (query,) = self._heads(F.linear(x, self.in_proj_weight[:width], self.in_proj_bias[:width]), 1)
+        (query,) = self._heads(
+            F.linear(x, self.in_proj_weight[:width], self.in_proj_bias[:width]), 1
+        )
         return query, memory
 
     def _heads(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:
@@ -115,7 +117,13 @@ class EncoderBlock(_Block):
     """Self-attention, then the feed-forward network."""
 
     def __init__(
-        self, d_model: int, num_heads: int, d_ff: int, dropout: float, activation: str, norm_first: bool
+        self,
+        d_model: int,
+        num_heads: int,
+        d_ff: int,
+        dropout: float,
+        activation: str,
+        norm_first: bool,
     ) -> None:
         super().__init__(dropout, norm_first)
         self.self_attn = Attention(d_model, num_heads, dropout)
@@ -133,7 +141,13 @@ class DecoderBlock(_Block):
     """Self-attention, cross-attention, then the feed-forward network."""
 
     def __init__(
-        self, d_model: int, num_heads: int, d_ff: int, dropout: float, activation: str, norm_first: bool
+        self,
+        d_model: int,
+        num_heads: int,
+        d_ff: int,
+        dropout: float,
+        activation: str,
+        norm_first: bool,
     ) -> None:
         super().__init__(dropout, norm_first)
         self.self_attn = Attention(d_model, num_heads, dropout)
@@ -152,7 +166,7 @@ class DecoderBlock(_Block):
         memory_mask: Mask | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """x [R, T, E]: whole targets under ``mask``, or with a cache the tokens that follow what it holds."""
+        """x [R, T, E]: whole targets under ``mask``, or with a cache the tokens that follow."""
         x = self._residual(x, self.norm1, lambda y: self.self_attn(y, mask=mask, cache=cache))
         x = self._residual(x, self.norm2, lambda y: self.cross_attn(y, memory, mask=memory_mask))
         return self._residual(x, self.norm3, self.feed_forward)

@@ -1,4 +1,4 @@
-"""loss = mean over real tokens of -sum_w target(w) log p(w),  target = (1 - eps) one-hot + eps / V."""
+"""loss = mean over real tokens of -sum_w q(w) log p(w),  q = (1 - eps) one-hot + eps / V."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def label_smoothed_cross_entropy(
 
     Args:
         logits: [..., V], any float dtype; the loss is computed in float32 at least.
-        targets: [...] int64.  Where it is ``ignore_index`` the row adds nothing and gets no gradient.
+        targets: [...] int64.  A row that is ``ignore_index`` adds nothing and gets no gradient.
         smoothing: eps in 0..1, spread evenly over all V classes; 0 is ``F.cross_entropy``.
         ignore_index: the id of padding.
 

@@ -1,4 +1,4 @@
-"""lr(step) = peak * min(step / warmup, decay(step)):  a linear warm-up, then a decay that meets it at the peak."""
+"""lr(step) = peak * step / warmup up to the peak at step = warmup, then peak * decay(step)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ def inverse_sqrt(optimizer: Optimizer, warmup: int = 4000) -> LambdaLR:
     With the rate ``peak_rate(d_model, warmup)`` this is the schedule of the paper.
     """
     _check(warmup)
-    return LambdaLR(optimizer, lambda done: min((done + 1) / warmup, math.sqrt(warmup / (done + 1))))
+    return LambdaLR(
+        optimizer, lambda done: min((done + 1) / warmup, math.sqrt(warmup / (done + 1)))
+    )
 
 
 def cosine(optimizer: Optimizer, warmup: int, total: int, floor: float = 0.0) -> LambdaLR:
-    """Warm up for ``warmup`` steps, then half a cosine down to ``floor`` times the rate at step ``total``."""
+    """Warm up for ``warmup`` steps, then half a cosine to ``floor`` times the rate at ``total``."""
     _check(warmup)
     if total <= warmup:
         raise ValueError(f"total is {total}, expected more than warmup, {warmup}")

@@ -1,4 +1,4 @@
-"""p(target | source) = prod_t p(y_t | y_<t, source): the encoder-decoder of "Attention Is All You Need"."""
+"""p(target | source) = prod_t p(y_t | y_<t, source): the paper's encoder-decoder and its use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from attnkit.cache import KVCache
 from attnkit.masks import causal, key_padding
-from attnkit.models.generation import GenerationOutput, beam_search, greedy_search
+from attnkit.models.generation import GenerationOutput, SearchOptions, beam_search, greedy_search
 from attnkit.models.layers import Attention, DecoderBlock, EncoderBlock, KeyValue
 from attnkit.nn import LearnedPositionalEncoding, SinusoidalPositionalEncoding
 
@@ -34,7 +34,7 @@ class Seq2SeqConfig:
         src_vocab, tgt_vocab: numbers of token ids.
         d_ff: inner size of the feed-forward networks; None is ``4 * d_model``.
         dropout: of embeddings, attention weights, feed-forward networks and residual branches.
-        max_length: the longest source and target, in tokens with ``bos``; ``positions`` reach so far.
+        max_length: the longest source and target in tokens, ``bos`` included.
         norm_first: Pre-Norm instead of the paper's Post-Norm.
         activation: "relu", "gelu" or "swiglu".
         positions: "sinusoidal" or "learned".
@@ -91,15 +91,21 @@ class Seq2SeqConfig:
             raise ValueError(f"{special} are not three different ids")
         for name, token in special.items():
             if not 0 <= token < self.tgt_vocab:
-                raise ValueError(f"{name} is {token}, expected 0 to {self.tgt_vocab - 1} (tgt_vocab)")
+                raise ValueError(
+                    f"{name} is {token}, expected 0 to {self.tgt_vocab - 1}, below tgt_vocab"
+                )
+        if self.pad_id >= self.src_vocab:
+            raise ValueError(
+                f"pad_id is {self.pad_id}, expected less than src_vocab, {self.src_vocab}"
+            )
 
 
 @dataclass(eq=False)
 class DecoderState:
     """What the decoder knows of a batch of sources, and of the targets so far if it has caches.
 
-    ``memory`` holds one pair of projected keys and values [B, H, S, D] per layer, ``keep`` [B, S] the
-    source positions that are not padding.  The caches have R rows, B or a multiple of it: R / B
+    ``memory`` holds one pair of projected keys and values [B, H, S, D] per layer, ``keep`` [B, S]
+    the source positions that are not padding.  The caches have R rows, B or a multiple of it: R / B
     targets (beams) in turn belong to each source.
     """
 
@@ -108,7 +114,7 @@ class DecoderState:
     caches: list[KVCache] | None = None
 
     def reorder(self, rows: Tensor) -> None:
-        """Target r goes on from what target ``rows[r]`` was; both must belong to the same source."""
+        """Target r goes on from what target ``rows[r]`` was; both must have the same source."""
         for cache in self.caches or ():
             cache.reorder(rows)
 
@@ -117,7 +123,7 @@ class Seq2SeqTransformer(nn.Module):
     """Encoder, decoder and output projection over token ids.
 
     Padding is told by ``config.pad_id``, on either side: positions count real tokens, so that a
-    sequence gives what it gives alone.  Both stacks end in a LayerNorm, as ``torch.nn.Transformer``'s do.
+    sequence gives what it gives alone.  Both stacks end in a LayerNorm, as torch.nn.Transformer's.
     """
 
     def __init__(self, config: Seq2SeqConfig) -> None:
@@ -125,7 +131,14 @@ class Seq2SeqTransformer(nn.Module):
         self.config = config
         d_model = config.d_model
         d_ff = 4 * d_model if config.d_ff is None else config.d_ff
-        sizes = (d_model, config.num_heads, d_ff, config.dropout, config.activation, config.norm_first)
+        sizes = (
+            d_model,
+            config.num_heads,
+            d_ff,
+            config.dropout,
+            config.activation,
+            config.norm_first,
+        )
         self.src_embedding = nn.Embedding(config.src_vocab, d_model)
         self.tgt_embedding = (
             None if config.share_embeddings else nn.Embedding(config.tgt_vocab, d_model)
@@ -143,7 +156,7 @@ class Seq2SeqTransformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Glorot-uniform matrices; embeddings that have unit variance once scaled by sqrt(d_model)."""
+        """Glorot-uniform matrices; embeddings of unit variance once scaled by sqrt(d_model)."""
         for block in (*self.encoder, *self.decoder):
             for parameter in block.parameters():
                 if parameter.dim() > 1:
@@ -182,8 +195,8 @@ class Seq2SeqTransformer(nn.Module):
     def start(self, src: Tensor, *, capacity: int | None = None, beams: int = 1) -> DecoderState:
         """Encode src [B, S], and project the keys and values of cross-attention, once per sequence.
 
-        With a ``capacity`` the state gets empty caches for ``beams`` targets of that many tokens per
-        source, and :meth:`decode` is to be given only the tokens that follow.
+        With a ``capacity`` the state gets empty caches for ``beams`` targets of that many tokens
+        per source, and :meth:`decode` is to be given only the tokens that follow.
         """
         encoded = self.encode(src)
         memory = [block.cross_attn.keys_values(encoded) for block in self._decoder_blocks()]
@@ -194,11 +207,11 @@ class Seq2SeqTransformer(nn.Module):
         return DecoderState(memory, src != self.config.pad_id, caches)
 
     def decode(self, tgt: Tensor, state: DecoderState, *, last: bool = False) -> Tensor:
-        """Logits [R, T, tgt_vocab] of the token after each of tgt [R, T]; ``last``: only [R, 1, tgt_vocab].
+        """Logits [R, T, tgt_vocab] of the token after each of tgt [R, T]; ``last``: of one only.
 
-        If the state has caches, tgt holds the tokens that follow those given before, which have no
-        padding, and is added to the caches.  Compiled with ``fullgraph=True`` all single steps share
-        one graph.
+        If the state has caches, tgt holds the tokens that follow those given before, without
+        padding, and is added to the caches.  Compiled with ``fullgraph=True`` all single steps
+        share one graph.
         """
         self._check_tokens("tgt", tgt)
         memory_mask = key_padding(state.keep)
@@ -234,8 +247,8 @@ class Seq2SeqTransformer(nn.Module):
         Args:
             max_length: the most tokens to generate, ``eos_id`` included; None is the config's.
             num_beams: beams kept per source; 1 is greedy.
-            length_penalty: alpha in score = (sum of log-probabilities) / length ** alpha, where length
-                counts the generated tokens, ``eos_id`` included.
+            length_penalty: alpha in score = (sum of log-probabilities) / length ** alpha, where
+                length counts the generated tokens, ``eos_id`` included.
             early_stopping: end a row's beam search when ``num_beams`` hypotheses have ended, rather
                 than when none that goes on can still become the best.
             use_cache: keep keys and values; without, each step decodes the whole prefix anew.
@@ -260,24 +273,19 @@ class Seq2SeqTransformer(nn.Module):
                 tokens = tokens[:, -1:] if use_cache else tokens
                 return self.decode(tokens, state, last=True)[:, 0]
 
-            common = {
-                "max_length": max_length,
-                "bos_id": config.bos_id,
-                "eos_id": config.eos_id,
-                "pad_id": config.pad_id,
-                "length_penalty": length_penalty,
-            }
-            if num_beams == 1:
-                return greedy_search(next_logits, src.shape[0], src.device, **common)
-            return beam_search(
-                next_logits,
-                state.reorder,
-                src.shape[0],
-                src.device,
-                num_beams=num_beams,
-                early_stopping=early_stopping,
-                **common,
+            options = SearchOptions(
+                max_length,
+                config.bos_id,
+                config.eos_id,
+                config.pad_id,
+                length_penalty,
+                num_beams,
+                early_stopping,
             )
+            batch, device = src.shape[0], src.device
+            if num_beams == 1:
+                return greedy_search(next_logits, batch, device, options)
+            return beam_search(next_logits, state.reorder, batch, device, options)
 
     @torch.no_grad()
     def attention_maps(
@@ -287,9 +295,10 @@ class Seq2SeqTransformer(nn.Module):
         layer: int = -1,
         kind: Literal["cross", "self", "encoder"] = "cross",
     ) -> Tensor:
-        """The attention weights [B, H, L, S] of one layer when the model scores tgt given src, without dropout.
+        """The weights [B, H, L, S] of one layer when the model scores tgt given src, no dropout.
 
-        ``kind`` "cross": tgt to src, "self": tgt to tgt, "encoder": src to src.
+        ``kind`` "cross": tgt to src, "self": tgt to tgt, "encoder": src to src.  They are taken
+        from the inputs of that layer's attention, by a hook, in a run of ``forward``.
         """
         blocks = self.encoder if kind == "encoder" else self.decoder
         if kind not in ("cross", "self", "encoder"):
@@ -312,7 +321,7 @@ class Seq2SeqTransformer(nn.Module):
         return caught[0]
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write ``model.safetensors`` and ``config.json``; each is replaced as a whole or not at all."""
+        """Write ``model.safetensors`` and ``config.json``, each replaced as a whole or not at all."""
         path = Path(directory)
         path.mkdir(parents=True, exist_ok=True)
         config = json.dumps(dataclasses.asdict(self.config), indent=2) + "\n"
@@ -326,7 +335,7 @@ class Seq2SeqTransformer(nn.Module):
     def from_pretrained(
         cls, directory: str | os.PathLike[str], device: torch.device | str = "cpu"
     ) -> Seq2SeqTransformer:
-        """The model that :meth:`save_pretrained` wrote, in the dtype of its weights, in eval mode."""
+        """What :meth:`save_pretrained` wrote, in the dtype of its weights and in eval mode."""
         path = Path(directory)
         config = Seq2SeqConfig(**json.loads((path / "config.json").read_text(encoding="utf-8")))
         state = load_file(path / "model.safetensors", device=str(device))
@@ -358,7 +367,7 @@ class Seq2SeqTransformer(nn.Module):
 
 
 def _positions(keep: Tensor) -> Tensor:
-    """The place [B, L] of each token among the real ones of its row, so that padding shifts nothing."""
+    """The place [B, L] of each token among the real ones of its row: padding shifts nothing."""
     return (keep.cumsum(-1) - 1).clamp(min=0)
 
 
