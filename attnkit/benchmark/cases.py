@@ -253,7 +253,7 @@ class Work(NamedTuple):
 
 
 def prepare(name: str, operation: str, case: Case, inputs: Inputs) -> Work:
-    """``forward`` without gradients, ``backward`` alone (its graph is built here), ``step``: both."""
+    """``forward`` without gradients, ``backward`` alone (the graph is built here), or ``step``."""
     if operation not in OPERATIONS:
         raise ValueError(f"operation is {operation!r}, expected one of {', '.join(OPERATIONS)}")
     attend = implementation(name, case, inputs)
