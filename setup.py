@@ -14,6 +14,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import setuptools
 from setuptools import find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
@@ -29,7 +30,14 @@ PYTHON_TARGET, PYTHON_TAG = "0x030A0000", "cp310"  # 3.10
 LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 # No -march: instruction sets are chosen at run time.  No -ffast-math: NaN and infinities count.
-FLAGS = ["-O3", "-std=c++20", "-fno-math-errno", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
+FLAGS = [
+    "-O3",
+    "-std=c++20",
+    "-fno-math-errno",
+    "-ffp-contract=fast",
+    "-Wno-psabi",
+    f"-DTORCH_TARGET_VERSION={TORCH_TARGET}",
+]
 
 
 def find_compiler() -> tuple[str | None, str]:
@@ -135,10 +143,9 @@ def extension_arguments() -> dict:
         """Compiles, keeps object files between editable installs, explains a failure."""
 
         def run(self) -> None:
-            if (
-                self.editable_mode
-            ):  # pip would have it in a temporary folder and compile everything anew
-                self.build_temp = str(ROOT / "build" / "editable")
+            if self.inplace or self.editable_mode:
+                # pip would have it in a temporary folder, and compile everything anew every time
+                self.build_temp = str(ROOT / "build" / "inplace")
             try:
                 super().run()
             except Exception as error:
@@ -175,14 +182,17 @@ def extension_arguments() -> dict:
 
 
 os.chdir(ROOT)
+if int(setuptools.__version__.split(".")[0]) < 77:
+    # it would fail all the same, on how pyproject.toml writes the licence, with a page of text
+    raise SystemExit(
+        f"attnkit: setuptools {setuptools.__version__} is too old, 77 or newer is needed: "
+        "pip install 'setuptools>=77', or drop --no-build-isolation."
+    )
 REASON = obstacle()
-kernels = ["attnkit.kernels", *(f"attnkit.kernels.{name}" for name in find_packages("kernels"))]
+KERNELS = ["attnkit.kernels", *(f"attnkit.kernels.{name}" for name in find_packages("kernels"))]
+PURE = {"cmdclass": {"build_py": BuildPy, "build_ext": BuildNothing}}
 setup(
-    packages=[*find_packages(include=["attnkit", "attnkit.*"]), *kernels],
-    package_dir={"attnkit.kernels": "kernels"},
-    **(
-        {"cmdclass": {"build_py": BuildPy, "build_ext": BuildNothing}}
-        if REASON
-        else extension_arguments()
-    ),
+    packages=[*find_packages(include=["attnkit", "attnkit.*"]), *KERNELS],
+    package_dir={"attnkit.kernels": "kernels"},  # the top-level name `kernels` belongs to others
+    **(PURE if REASON else extension_arguments()),
 )
