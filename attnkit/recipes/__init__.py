@@ -1,0 +1,1 @@
+"""Whole tasks on real data, from text to a trained and measured model."""
