@@ -1,0 +1,115 @@
+"""The compiled C++ kernels in csrc/cpu: forward, backward and decoding, for every CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from attnkit.spec import AttentionSpec, TensorArgs
+
+BUILT = importlib.util.find_spec("attnkit._C") is not None
+if BUILT:
+    import attnkit._C  # noqa: F401  (its import registers torch.ops.attnkit)
+
+_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+
+
+def instruction_set() -> str:
+    """Name of the kernels in use: the widest that this processor runs, or ATTNKIT_CPU_ISA's."""
+    return torch.ops.attnkit.cpu_instruction_sets().split(",")[0]
+
+
+def available_isas() -> list[str]:
+    """Names that ATTNKIT_CPU_ISA may take on this machine, widest first ("wide" is for tests)."""
+    return torch.ops.attnkit.cpu_instruction_sets().split(",")[1:]
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec) -> str | None:
+    """None, or why these kernels cannot serve the call."""
+    if not BUILT:
+        return "attnkit was installed without its C++ extension (see `attnkit info`)"
+    if q.device.type != "cpu":
+        return f"query is on {q.device}, not on the CPU"
+    if q.dtype not in _DTYPES:
+        return f"dtype {q.dtype} is not float32, bfloat16, float16 or float64"
+    return None
+
+
+supports_decode = supports
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """out [B, Hq, Lq, Dv] and lse [B, Hq, Lq]."""
+    return torch.ops.attnkit.cpu_forward.default(q, k, v, *args, *spec)
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    args: TensorArgs,
+    spec: AttentionSpec,
+    needs: tuple[bool, bool, bool, bool, bool] = (True, True, True, True, True),
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of q, k, v, bias (size 1 where it was broadcast) and sinks; None where not wanted."""
+    needs = (*needs[:3], needs[3] and args.bias is not None, needs[4] and args.sinks is not None)
+    grads = torch.ops.attnkit.cpu_backward.default(
+        dout, dlse, q, k, v, out, lse, *args, *spec, *needs
+    )
+    return tuple(g if wanted else None for g, wanted in zip(grads, needs))
+
+
+def decode(
+    q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """Attention of new queries over a cache: k, v [B, Hkv, capacity, D*], args.lengths valid keys."""
+    return torch.ops.attnkit.cpu_decode.default(q, k, v, *args, *spec)
+
+
+def _like(q: Tensor, last: int) -> Tensor:
+    """An empty [B, H, L, last] in the layout that the kernels give their output."""
+    b, h, n = q.shape[:3]
+    if h > 1 and n > 1 and q.stride(1) < q.stride(2):
+        return q.new_empty((b, n, h, last)).transpose(1, 2)
+    return q.new_empty((b, h, n, last))
+
+
+def _lse(q: Tensor) -> Tensor:
+    return q.new_empty(
+        q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32
+    )
+
+
+if BUILT:
+
+    @torch.library.register_fake("attnkit::cpu_forward")
+    def _(q, k, v, *rest):
+        return _like(q, v.shape[-1]), _lse(q)
+
+    @torch.library.register_fake("attnkit::cpu_decode")
+    def _(q, k, v, *rest):
+        return _like(q, v.shape[-1]), _lse(q)
+
+    @torch.library.register_fake("attnkit::cpu_backward")
+    def _(dout, dlse, q, k, v, out, lse, bias, sinks, *rest):
+        want_dq, want_dk, want_dv, want_dbias, want_dsinks = rest[-5:]
+        none = q.new_empty((0,))
+        dbias = none
+        if want_dbias:
+            shape = [1 if bias.stride(d) == 0 else bias.shape[d] for d in range(4)]
+            dbias = bias.new_empty(shape)
+        return (
+            _like(q, q.shape[-1]) if want_dq else none,
+            _like(k, k.shape[-1]) if want_dk else none,
+            _like(v, v.shape[-1]) if want_dv else none,
+            dbias,
+            torch.empty_like(sinks) if want_dsinks else none,
+        )

@@ -1,0 +1,305 @@
+// out = softmax(scale * q k^T + mask) v;  lse = logsumexp of each row.
+//
+// The online softmax of FlashAttention (Dao et al., 2022) over groups of kGroup keys, counted from
+// key 0, so that a row's arithmetic depends on the keys that it sees and on nothing else: not on
+// the batch, the threads, the other rows, or how many keys follow.
+
+// A query block of 16 strips reuses a group of keys from L2; a strip's scores (6 x 256) fit in L1.
+constexpr int64_t kRowBlock = 16 * kRows;
+constexpr int64_t kGroup = 4 * kBlock;
+
+// The keys and values of one (sequence, kv head), ready to multiply with.
+template <class Op>
+struct PackedKeys {
+  typename Op::Element* k = nullptr;  // transposed panels
+  typename Op::Element* v = nullptr;  // row panels
+  int64_t v_panel = 0;                // elements between column panels of v
+  uint8_t* v_finite = nullptr;        // per block: no NaN or infinity among the values
+
+  void layout(Workspace& w, int64_t keys, int64_t head_dim, int64_t value_dim) {
+    using T = typename Op::Real;
+    w.take(k, keys * depth_of<Op>(head_dim));
+    w.take(v, keys * ceil_to(value_dim, kPanel<T>));
+    w.take(v_finite, keys / kBlock);
+    v_panel = keys * kPanel<T>;
+  }
+  PackedKeys from(int64_t key, int64_t head_dim) const {
+    using T = typename Op::Real;
+    return {k + key * depth_of<Op>(head_dim), v + key * kPanel<T>, v_panel, v_finite + key / kBlock};
+  }
+};
+
+// Rows of one array that belong to a sequence, from row `first` of it on.
+ATTNKIT_INLINE Rows key_rows(const AttentionParams& p, const Array& array, const Sequence& s,
+                             int64_t head, int64_t first, int64_t count, int64_t width) {
+  Rows r{&array, s.entry, head, s.k0 + first, count, width};
+  if (p.keep) r.keep = p.keep + s.entry * p.k_rows + s.k0 + first;
+  return r;
+}
+
+template <class Op>
+class Forward {
+  using T = typename Op::Real;
+  using Element = typename Op::Element;
+
+ public:
+  Forward(const AttentionParams& p, const Team& team)
+      : p_(p),
+        team_(team),
+        group_(p.q_heads / greater<int64_t>(p.kv_heads, 1)),
+        q_ld_(ceil_to(p.head_dim, Op::kPair)),
+        o_ld_(ceil_to(p.value_dim, kPanel<T>)),
+        o_columns_(ceil_to(p.value_dim, kLanes<T>)) {}
+
+  void run() {
+    // A (sequence, kv head) is packed and used at once by one worker when there are enough of them
+    // to share out; else keys are packed for all first.  The arithmetic is the same.
+    const int64_t heads = p_.sequences * p_.kv_heads;
+    const int64_t row_blocks = (p_.max_lq + kRowBlock - 1) / kRowBlock;
+    const bool together = heads >= 4 * team_.threads && p_.max_lk <= 1024;
+    const int64_t worker_keys = together ? ceil_to(p_.max_lk, kBlock) : 0;
+    const int64_t shared_keys = together ? 0 : p_.packed_keys * p_.kv_heads;
+
+    const int64_t blocks = (p_.max_lk + kBlock - 1) / kBlock;
+    const int64_t items = together ? heads : greater(heads * blocks, row_blocks * p_.sequences * p_.q_heads);
+    const int workers = static_cast<int>(lesser<int64_t>(team_.threads, items));
+
+    PackedKeys<Op> shared;
+    auto* scratch = static_cast<Scratch*>(__builtin_alloca(workers * sizeof(Scratch)));
+    Workspace workspace([&](Workspace& w) {
+      key_labels_.layout(w, p_.packed_keys, p_.keep, p_.k_segments);
+      query_labels_.layout(w, p_.packed_rows, false, p_.q_segments);
+      shared.layout(w, shared_keys, p_.head_dim, p_.value_dim);
+      for (int i = 0; i < workers; ++i) layout(w, scratch[i], worker_keys);
+    });
+    fill_labels(p_, team_, key_labels_, query_labels_);
+
+    if (together) {
+      for_each(team_, heads, [&](int64_t item, int worker) {
+        Scratch& t = scratch[worker];
+        const int64_t sequence = item / p_.kv_heads, kv = item % p_.kv_heads;
+        const Sequence& s = p_.sequence[sequence];
+        for (int64_t block = 0; block * kBlock < s.lk; ++block)
+          pack(s, kv, block, t.keys, t.fetch);
+        for (int64_t h = kv * group_; h < (kv + 1) * group_; ++h)
+          for (int64_t r = 0; r < s.lq; r += kRowBlock) rows(sequence, h, r, t.keys, t);
+      });
+      return;
+    }
+    for_each(team_, heads * blocks, [&](int64_t item, int worker) {
+      const int64_t block = item % blocks, head = item / blocks;
+      const Sequence& s = p_.sequence[head / p_.kv_heads];
+      if (block * kBlock < s.lk)
+        pack(s, head % p_.kv_heads, block, at(shared, s, head % p_.kv_heads),
+             scratch[worker].fetch);
+    });
+    // Longest first where later rows see more keys: the last items to be taken are short ones.
+    for_each(team_, row_blocks * p_.sequences * p_.q_heads, [&](int64_t item, int worker) {
+      const int64_t all = p_.sequences * p_.q_heads;
+      const int64_t r = (row_blocks - 1 - item / all) * kRowBlock;
+      const int64_t sequence = item % all / p_.q_heads, h = item % p_.q_heads;
+      const Sequence& s = p_.sequence[sequence];
+      if (r < s.lq) rows(sequence, h, r, at(shared, s, h / group_), scratch[worker]);
+    });
+  }
+
+ private:
+  struct Scratch {
+    Element* q;      // [kRowBlock][q_ld]
+    T* o;            // [kRowBlock][o_ld]
+    T* m;            // [kRowBlock] running maximum
+    T* l;            // [kRowBlock][lanes] running sums
+    T* s;            // [kRows][kGroup] scores, then weights
+    Element* w;      // [kRows][kGroup] weights as an operand (only for pairs)
+    T* bias;         // [kGroup]
+    T* raw;          // [kGroup] a copy of the scores, where values are not finite
+    Element* fetch;  // for packing
+    PackedKeys<Op> keys;
+  };
+  struct Run {
+    int64_t begin, end;  // columns of the group
+  };
+
+  void layout(Workspace& w, Scratch& t, int64_t keys) {
+    w.take(t.q, kRowBlock * q_ld_);
+    w.take(t.o, kRowBlock * o_ld_);
+    w.take(t.m, kRowBlock);
+    w.take(t.l, kRowBlock * kLanes<T>);
+    w.take(t.s, kRows * kGroup);
+    w.take(t.w, Op::kPair > 1 ? kRows * kGroup : 0);
+    w.take(t.bias, kGroup);
+    w.take(t.raw, kGroup);
+    w.take(t.fetch, kLanes<T> * scratch_of<Op>(p_.head_dim) + 2 * o_ld_);
+    t.keys.layout(w, keys, p_.head_dim, p_.value_dim);
+  }
+
+  PackedKeys<Op> at(const PackedKeys<Op>& shared, const Sequence& s, int64_t kv) const {
+    return shared.from(kv * p_.packed_keys + s.key_pad, p_.head_dim);
+  }
+
+  void pack(const Sequence& s, int64_t kv, int64_t block, const PackedKeys<Op>& keys,
+            Element* fetch) {
+    const int64_t j = block * kBlock, n = lesser(kBlock, s.lk - j);
+    const PackedKeys<Op> to = keys.from(j, p_.head_dim);
+    pack_transposed<Op>(key_rows(p_, p_.k, s, kv, j, n, p_.head_dim), kBlock, T{1}, to.k, fetch);
+    *to.v_finite = pack_rows<Op>(key_rows(p_, p_.v, s, kv, j, n, p_.value_dim), kBlock, T{1}, to.v,
+                                 to.v_panel, fetch);
+  }
+
+  // Up to kRowBlock queries of one head, from row r of the sequence on.
+  void rows(int64_t sequence, int64_t h, int64_t r, const PackedKeys<Op>& keys, Scratch& t) {
+    const Sequence& s = p_.sequence[sequence];
+    const int64_t n = lesser(kRowBlock, s.lq - r), rounded = ceil_to(n, kRows);
+    const Labels<T> key_labels = key_labels_.from(s.key_pad);
+    const Labels<T> query_labels = query_labels_.from(s.row_pad);
+    const Head<T> head(p_, sequence, h, key_labels, query_labels);
+    const Dropout<T> dropout(p_, h, sequence);
+
+    // float32 scores are scaled through q; pairs keep q exact and scale the scores
+    copy_rows<Op>(Rows{&p_.q, s.entry, h, s.q0 + r, n, p_.head_dim}, rounded,
+                  static_cast<T>(p_.scale), t.q, q_ld_);
+    for (int64_t x = 0; x < rounded * o_ld_; ++x) t.o[x] = 0;
+    for (int64_t x = 0; x < rounded; ++x) t.m[x] = -kInfinity<T>;
+    for (int64_t x = 0; x < rounded * kLanes<T>; ++x) t.l[x] = 0;
+    if constexpr (Op::kPair > 1)
+      for (int64_t x = 0; x < kRows * kGroup; ++x) t.w[x] = 0;
+
+    for (int64_t g = floor_to(head.first_key(r), kGroup); g < head.last_key(r + n); g += kGroup)
+      for (int64_t x = 0; x < n; x += kRows)
+        strip(head, dropout, r + x, lesser<int64_t>(kRows, n - x), x, g, keys, t);
+
+    for (int64_t x = 0; x < n; ++x) finish(s, h, r + x, x, t);
+  }
+
+  // `n` queries from i on (rows x.. of the scratch) against the group of keys from g on.
+  void strip(const Head<T>& head, const Dropout<T>& dropout, int64_t i, int64_t n, int64_t x,
+             int64_t g, const PackedKeys<Op>& keys, Scratch& t) {
+    const int64_t begin = floor_to(greater(g, head.first_key(i)), kPanel<T>);
+    const int64_t end = ceil_to(lesser(g + kGroup, head.last_key(i + n)), kLanes<T>);
+    const int64_t depth = depth_of<Op>(p_.head_dim);
+    Run runs[kGroup / kBlock];
+    int count = 0;
+    bool finite = true;
+    for (int64_t j = begin; j < end; j = floor_to(j, kBlock) + kBlock) {
+      const int64_t block = j / kBlock, stop = lesser(end, (block + 1) * kBlock);
+      if (!head.any(i, i + n, block)) continue;
+      T* s = t.s + (j - g);
+      product<Op, kRows>(t.q + x * q_ld_, q_ld_, keys.k + j * depth, kPanel<T> * depth, depth, s,
+                         kGroup, stop - j);
+      if constexpr (Op::kPair > 1)
+        for (int m = 0; m < kRows; ++m) scale_row(s + m * kGroup, stop - j, static_cast<T>(p_.scale));
+      if (!head.plain(i, i + n, j, stop))
+        for (int64_t m = 0; m < n; ++m) head.row(i + m, j, stop - j, s + m * kGroup, t.bias);
+      finite &= keys.v_finite[block] != 0;
+      if (count && runs[count - 1].end == j - g)
+        runs[count - 1].end = stop - g;
+      else
+        runs[count++] = {j - g, stop - g};
+    }
+    if (!count) return;
+    for (int64_t m = 0; m < n; ++m) {
+      T* s = t.s + m * kGroup;
+      if (!finite) __builtin_memcpy(t.raw, s, kGroup * sizeof(T));
+      softmax(runs, count, s, t, x + m);
+      if (dropout.active) drop(dropout, runs, count, i + m, g, s, t.bias);
+      if constexpr (Op::kPair > 1)
+        for (int c = 0; c < count; ++c)
+          for (int64_t y = runs[c].begin; y < runs[c].end; y += kLanes<T>)
+            store_element(t.w + m * kGroup + y, load(s + y));
+      if (!finite) add_visible(runs, count, g, s, keys, t, x + m);
+    }
+    if (!finite) return;
+    for (int c = 0; c < count; ++c)
+      accumulate<Op, kRows>(weights(t) + runs[c].begin, kGroup,
+                            keys.v + (g + runs[c].begin) * kPanel<T>, keys.v_panel,
+                            runs[c].end - runs[c].begin, t.o + x * o_ld_, o_ld_, o_columns_);
+  }
+
+  static const Element* weights(const Scratch& t) {
+    if constexpr (Op::kPair > 1)
+      return t.w;
+    else
+      return t.s;
+  }
+
+  // One row: raise the running maximum, rescale what was summed, turn scores into weights.
+  void softmax(const Run* runs, int count, T* s, Scratch& t, int64_t row) {
+    Vec<T> best = splat(-kInfinity<T>);
+    for (int c = 0; c < count; ++c)
+      for (int64_t y = runs[c].begin; y < runs[c].end; y += kLanes<T>)
+        best = vmax<T>(load(s + y), best);
+    const T old = t.m[row], m = greater(old, max_lanes<T>(best));
+    // a row that has seen no key keeps m = -inf; a finite pivot makes its weights 0, not NaN
+    const T pivot = m == -kInfinity<T> ? T{0} : m;
+    Vec<T> sum = load(t.l + row * kLanes<T>);
+    if (m > old) {
+      t.m[row] = m;
+      const Vec<T> shrink = exp2(splat((old - m) * kLog2e<T>));
+      sum *= shrink;
+      T* o = t.o + row * o_ld_;
+      for (int64_t d = 0; d < o_columns_; d += kLanes<T>) store(o + d, load(o + d) * shrink);
+    }
+    for (int c = 0; c < count; ++c)
+      for (int64_t y = runs[c].begin; y < runs[c].end; y += kLanes<T>) {
+        const Vec<T> w = exp2((load(s + y) - pivot) * kLog2e<T>);
+        sum += w;
+        store(s + y, w);
+      }
+    store(t.l + row * kLanes<T>, sum);
+  }
+
+  void drop(const Dropout<T>& dropout, const Run* runs, int count, int64_t i, int64_t g, T* s,
+            T* factors) {
+    for (int c = 0; c < count; ++c) {
+      const int64_t n = runs[c].end - runs[c].begin, whole = ceil_to(n, 4);
+      const int64_t start = floor_to(runs[c].begin, 4);
+      dropout.row(i, g + start, whole, factors);
+      for (int64_t y = 0; y < n; ++y) s[start + y] *= factors[y];
+    }
+  }
+
+  // o += w v over the visible keys only: 0 * NaN of a hidden key would be NaN.
+  void add_visible(const Run* runs, int count, int64_t g, const T* s, const PackedKeys<Op>& keys,
+                   Scratch& t, int64_t row) {
+    T* o = t.o + row * o_ld_;
+    for (int c = 0; c < count; ++c)
+      for (int64_t y = runs[c].begin; y < runs[c].end; ++y) {
+        if (t.raw[y] == -kInfinity<T>) continue;
+        const Vec<T> w = splat(s[y]);
+        for (int64_t d = 0; d < o_columns_; d += kLanes<T>) {
+          const Element* panel = keys.v + d / kPanel<T> * keys.v_panel;
+          Vec<T> v;
+          if constexpr (Op::kPair == 1)
+            v = load(panel + (g + y) * kPanel<T> + d % kPanel<T>);
+          else
+            for (int l = 0; l < kLanes<T>; ++l)
+              v[l] = from_bf16(panel[floor_to(g + y, 2) * kPanel<T> +
+                                     2 * (d % kPanel<T> + l) + (g + y) % 2]);
+          store(o + d, load(o + d) + w * v);
+        }
+      }
+  }
+
+  // Divide by the sum, store the row and its logsumexp.
+  void finish(const Sequence& s, int64_t h, int64_t i, int64_t row, Scratch& t) {
+    T m = t.m[row], l = sum_lanes<T>(load(t.l + row * kLanes<T>)), factor = 1;
+    if (p_.sinks) {  // one more key, with weight but without a value
+      const T sink = static_cast<T>(p_.sinks[h]), top = greater(m, sink);
+      if (top != -kInfinity<T>) {
+        factor = exp2(splat((m - top) * kLog2e<T>))[0];
+        l = l * factor + exp2(splat((sink - top) * kLog2e<T>))[0];
+        m = top;
+      }
+    }
+    const T inverse = l == 0 ? T{0} : factor / l;
+    store_row(t.o + row * o_ld_, p_.value_dim, inverse,
+              mutable_row_of(p_.out, s.entry, h, s.q0 + i), p_.out.dtype, p_.out.column);
+    T* lse = static_cast<T*>(p_.lse) + (s.entry * p_.q_heads + h) * p_.q_rows + s.q0 + i;
+    *lse = l == 0 ? -kInfinity<T> : m + static_cast<T>(log_of(l));
+  }
+
+  const AttentionParams& p_;
+  const Team& team_;
+  int64_t group_, q_ld_, o_ld_, o_columns_;
+  Labels<T> key_labels_, query_labels_;
+};

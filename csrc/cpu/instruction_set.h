@@ -1,0 +1,18 @@
+// Which kernels run on this machine.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "../params.h"
+
+namespace attnkit {
+
+// The widest kernels that this processor runs, or those that ATTNKIT_CPU_ISA names.
+// Throws std::runtime_error if it names one that does not exist or cannot run here.
+const Kernels& kernels();
+
+// Names of all kernels that run here, widest first.
+std::vector<std::string> available_instruction_sets();
+
+}  // namespace attnkit

@@ -1,0 +1,34 @@
+// All CPU kernels for one instruction set.  The including file sets, before it:
+//   ATTNKIT_ISA_NAME      the name that `attnkit info` shows
+//   ATTNKIT_VECTOR_BYTES  16, 32 or 64
+//   ATTNKIT_ISA_AVX2 / _AVX512 / _AVX512_BF16 / _WIDE  which branches of the shims apply
+// and opens a namespace of its own.
+
+#include "simd.inl"
+#include "gemm.inl"
+#include "parallel.inl"
+#include "pack.inl"
+#include "philox.inl"
+#include "scores.inl"
+#include "forward.inl"
+
+#if defined(ATTNKIT_ISA_AVX512_BF16) || defined(ATTNKIT_ISA_WIDE)
+using Bf16Operand = Bf16Pairs;
+#else
+using Bf16Operand = Plain<float>;
+#endif
+
+// The operands that a dtype is multiplied with: float16, and bfloat16 without instructions for it,
+// become float32 while they are packed.
+template <template <class> class Pass>
+void run(const AttentionParams& p, const Team& team) {
+  if (p.q.dtype == DType::kFloat64)
+    Pass<Plain<double>>(p, team).run();
+  else if (p.q.dtype == DType::kBFloat16)
+    Pass<Bf16Operand>(p, team).run();
+  else
+    Pass<Plain<float>>(p, team).run();
+}
+
+extern const Kernels kKernels;
+const Kernels kKernels = {ATTNKIT_ISA_NAME, run<Forward>, nullptr, nullptr, nullptr, nullptr};

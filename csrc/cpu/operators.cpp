@@ -1,0 +1,321 @@
+// The CPU operators: tensors in, AttentionParams to the kernels, tensors out.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "../params.h"
+#include "instruction_set.h"
+#include "memory.h"
+
+namespace attnkit {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+// ---------------------------------------------------------------- tensors
+
+DType dtype_of(const Tensor& t, const char* name) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    case ScalarType::Double:
+      return DType::kFloat64;
+    case ScalarType::Bool:
+      return DType::kBool;
+    default:
+      STD_TORCH_CHECK(false, name, " has a dtype that the CPU kernels do not take");
+  }
+}
+
+Array array_of(const Tensor& t, const char* name) {
+  STD_TORCH_CHECK(t.dim() == 4, name, " has ", t.dim(), " dimensions, expected 4");
+  return {const_cast<void*>(t.const_data_ptr()), dtype_of(t, name), t.stride(0), t.stride(1),
+          t.stride(2), t.stride(3)};
+}
+
+Tensor empty(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+             ScalarType dtype) {
+  int32_t code = aoti_torch_dtype_float32();
+  if (dtype == ScalarType::Double) code = aoti_torch_dtype_float64();
+  if (dtype == ScalarType::BFloat16) code = aoti_torch_dtype_bfloat16();
+  if (dtype == ScalarType::Half) code = aoti_torch_dtype_float16();
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()),
+                                                         sizes.data(), strides.data(), code,
+                                                         aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t i = sizes.size(); i-- > 1;)
+    strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
+  return empty(sizes, strides, dtype);
+}
+
+// [B, H, L, D], laid out as [B, L, H, D] where `like` is: a projection that follows needs no copy.
+Tensor empty_like_layout(const Tensor& like, int64_t last) {
+  const int64_t b = like.size(0), h = like.size(1), l = like.size(2);
+  const auto one = [](int64_t n) { return std::max<int64_t>(n, 1); };
+  if (like.stride(1) < like.stride(2) && h > 1 && l > 1)
+    return empty({b, h, l, last}, {one(l) * one(h) * one(last), one(last), one(h) * one(last), 1},
+                 like.scalar_type());
+  return empty({b, h, l, last}, like.scalar_type());
+}
+
+std::optional<Tensor> contiguous(const MaybeTensor& t, ScalarType expected, const char* name) {
+  if (!t.has_value()) return std::nullopt;
+  STD_TORCH_CHECK(t->scalar_type() == expected, name, " has the wrong dtype for the CPU kernels");
+  return t->is_contiguous() ? *t : torch::stable::contiguous(*t);
+}
+
+template <class X>
+const X* data_of(const MaybeTensor& t) {
+  return t.has_value() ? static_cast<const X*>(t->const_data_ptr()) : nullptr;
+}
+
+// Small per-head numbers, as double whatever they came as.
+std::vector<double> numbers(const Tensor& t, const char* name) {
+  const Tensor c = t.is_contiguous() ? t : torch::stable::contiguous(t);
+  std::vector<double> r(c.numel());
+  if (c.scalar_type() == ScalarType::Double)
+    std::copy_n(static_cast<const double*>(c.const_data_ptr()), r.size(), r.begin());
+  else if (c.scalar_type() == ScalarType::Float)
+    std::copy_n(static_cast<const float*>(c.const_data_ptr()), r.size(), r.begin());
+  else
+    STD_TORCH_CHECK(false, name, " must be float32 or float64");
+  return r;
+}
+
+// ---------------------------------------------------------------- threads
+
+void run_on_pool(void (*body)(void*, int), void* context, int workers) {
+  torch::stable::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t w = begin; w < end; ++w) body(context, static_cast<int>(w));
+  });
+}
+
+// Waking the pool takes some microseconds: not for calls that one thread ends sooner.
+Team team_for(double flops) {
+  constexpr double kWorthAThread = 4e5;
+  const int threads = static_cast<int>(torch::stable::get_num_threads());
+  const int useful = static_cast<int>(std::min<double>(flops / kWorthAThread, kMaxWorkers));
+  return {std::max(1, std::min(threads, useful)), run_on_pool};
+}
+
+// ---------------------------------------------------------------- one call
+
+struct Options {
+  MaybeTensor bias, sinks, keep, lengths, q_segments, k_segments, blocks, alibi, seed;
+  MaybeTensor cu_seqlens_q, cu_seqlens_k;
+  double scale;
+  std::optional<int64_t> left, right;
+  bool bottom_right;
+  double softcap, dropout_p;
+};
+
+// Everything that AttentionParams points to and that has to outlive the kernels.
+struct Call {
+  AttentionParams p;
+  std::vector<Sequence> sequences;
+  std::vector<double> sinks, alibi;
+  MaybeTensor keep, q_segments, k_segments, blocks;
+  double flops = 0;
+
+  // `by_length`: bottom-right counts from each sequence's own length (a cache).
+  Call(const Tensor& q, const Tensor& k, const Tensor& v, const Options& o, bool by_length) {
+    p.q = array_of(q, "q");
+    p.k = array_of(k, "k");
+    p.v = array_of(v, "v");
+    STD_TORCH_CHECK(p.q.dtype != DType::kBool, "q, k and v are bool, expected floating point");
+    STD_TORCH_CHECK(p.k.dtype == p.q.dtype && p.v.dtype == p.q.dtype,
+                    "q, k and v have different dtypes");
+    p.q_heads = q.size(1), p.kv_heads = k.size(1);
+    p.q_rows = q.size(2), p.k_rows = k.size(2);
+    p.head_dim = q.size(3), p.value_dim = v.size(3);
+    STD_TORCH_CHECK(k.size(0) == q.size(0) && v.size(0) == q.size(0) && v.size(1) == k.size(1) &&
+                        v.size(2) == k.size(2) && k.size(3) == q.size(3) &&
+                        (p.kv_heads ? p.q_heads % p.kv_heads == 0 : p.q_heads == 0),
+                    "the shapes of q, k and v do not fit together");
+    p.scale = o.scale, p.softcap = o.softcap, p.dropout = o.dropout_p;
+    if (o.dropout_p > 0) {
+      STD_TORCH_CHECK(o.seed.has_value(), "dropout_p is above 0 and seed is missing");
+      p.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(o.seed->const_data_ptr()));
+    }
+    list_sequences(q.size(0), o, by_length);
+    if (o.bias.has_value()) {
+      p.bias = array_of(*o.bias, "bias");
+      const Tensor& b = *o.bias;
+      STD_TORCH_CHECK(b.size(0) == q.size(0) && b.size(1) == p.q_heads && b.size(2) == p.q_rows &&
+                          b.size(3) == p.k_rows,
+                      "bias is not expanded to [batch, heads, queries, keys]");
+    }
+    if (o.sinks.has_value()) {
+      sinks = numbers(*o.sinks, "sinks");
+      STD_TORCH_CHECK(static_cast<int64_t>(sinks.size()) == p.q_heads, "sinks must be [heads]");
+      p.sinks = sinks.data();
+    }
+    if (o.alibi.has_value()) {
+      const std::vector<double> slopes = numbers(*o.alibi, "alibi");
+      const int64_t rows = o.alibi->size(0);
+      STD_TORCH_CHECK(o.alibi->dim() == 2 && o.alibi->size(1) == p.q_heads &&
+                          (rows == 1 || rows == p.sequences),
+                      "alibi must be [1 or batch, heads]");
+      for (int64_t s = 0; s < p.sequences; ++s)
+        alibi.insert(alibi.end(), slopes.begin() + (rows == 1 ? 0 : s * p.q_heads),
+                     slopes.begin() + (rows == 1 ? 0 : s * p.q_heads) + p.q_heads);
+      p.alibi = alibi.data();
+    }
+    keep = contiguous(o.keep, ScalarType::Bool, "keep");
+    q_segments = contiguous(o.q_segments, ScalarType::Int, "q_segments");
+    k_segments = contiguous(o.k_segments, ScalarType::Int, "k_segments");
+    blocks = contiguous(o.blocks, ScalarType::Bool, "blocks");
+    const auto shaped = [&](const MaybeTensor& t, int64_t rows) {
+      return !t.has_value() || (t->dim() == 2 && t->size(0) == q.size(0) && t->size(1) == rows);
+    };
+    STD_TORCH_CHECK(shaped(keep, p.k_rows), "keep must be [batch, keys]");
+    STD_TORCH_CHECK(shaped(q_segments, p.q_rows), "q_segments must be [batch, queries]");
+    STD_TORCH_CHECK(shaped(k_segments, p.k_rows), "k_segments must be [batch, keys]");
+    STD_TORCH_CHECK(q_segments.has_value() == k_segments.has_value(),
+                    "q_segments and k_segments belong together");
+    p.keep = data_of<uint8_t>(keep);
+    p.q_segments = data_of<int32_t>(q_segments);
+    p.k_segments = data_of<int32_t>(k_segments);
+    if (blocks.has_value()) {
+      const Tensor& b = *blocks;
+      const int64_t rows = (p.q_rows + kBlock - 1) / kBlock;
+      const int64_t columns = (p.k_rows + kBlock - 1) / kBlock;
+      STD_TORCH_CHECK(b.dim() == 4 && b.size(2) == rows && b.size(3) == columns &&
+                          (b.size(0) == 1 || b.size(0) == q.size(0)) &&
+                          (b.size(1) == 1 || b.size(1) == p.q_heads),
+                      "blocks must be [1 or batch, 1 or heads, row blocks, key blocks]");
+      p.blocks = data_of<uint8_t>(blocks);
+      p.block_row = columns;
+      p.block_head = b.size(1) == 1 ? 0 : rows * columns;
+      p.block_batch = b.size(0) == 1 ? 0 : b.size(1) * rows * columns;
+    }
+  }
+
+ private:
+  void list_sequences(int64_t batch, const Options& o, bool by_length) {
+    const bool packed = o.cu_seqlens_q.has_value();
+    STD_TORCH_CHECK(packed == o.cu_seqlens_k.has_value(),
+                    "cu_seqlens_q and cu_seqlens_k belong together");
+    const auto cu_q = contiguous(o.cu_seqlens_q, ScalarType::Int, "cu_seqlens_q");
+    const auto cu_k = contiguous(o.cu_seqlens_k, ScalarType::Int, "cu_seqlens_k");
+    const auto lengths = contiguous(o.lengths, ScalarType::Int, "lengths");
+    const int32_t *qs = data_of<int32_t>(cu_q), *ks = data_of<int32_t>(cu_k);
+    const int32_t* limit = data_of<int32_t>(lengths);
+    p.sequences = packed ? cu_q->numel() - 1 : batch;
+    STD_TORCH_CHECK(!packed || (cu_k->numel() == cu_q->numel() && batch == 1),
+                    "cu_seqlens_q and cu_seqlens_k must have equal sizes, and the batch must be 1");
+    STD_TORCH_CHECK(!limit || lengths->numel() == p.sequences, "lengths must be [batch]");
+    sequences.resize(p.sequences);
+    for (int64_t i = 0; i < p.sequences; ++i) {
+      Sequence& s = sequences[i];
+      s.entry = packed ? 0 : i;
+      s.q0 = packed ? qs[i] : 0;
+      s.lq = packed ? qs[i + 1] - qs[i] : p.q_rows;
+      s.k0 = packed ? ks[i] : 0;
+      s.lk = packed ? ks[i + 1] - ks[i] : p.k_rows;
+      STD_TORCH_CHECK(s.q0 >= 0 && s.lq >= 0 && s.q0 + s.lq <= p.q_rows && s.k0 >= 0 &&
+                          s.lk >= 0 && s.k0 + s.lk <= p.k_rows,
+                      "cu_seqlens do not describe sequences inside the packed tensors");
+      const int64_t full = s.lk;
+      if (limit) s.lk = std::clamp<int64_t>(limit[i], 0, s.lk);
+      s.off = o.bottom_right ? (by_length ? s.lk : full) - s.lq : 0;
+      s.lo = o.left.has_value() ? s.off - *o.left : -kUnbounded;
+      s.hi = o.right.has_value() ? s.off + *o.right : kUnbounded;
+      s.key_pad = p.packed_keys, s.row_pad = p.packed_rows;
+      p.packed_keys += (s.lk + kBlock - 1) / kBlock * kBlock;
+      p.packed_rows += (s.lq + kBlock - 1) / kBlock * kBlock;
+      p.max_lq = std::max(p.max_lq, s.lq);
+      p.max_lk = std::max(p.max_lk, s.lk);
+      flops += 2.0 * s.lq * s.lk * (p.head_dim + p.value_dim + 8) * p.q_heads;
+    }
+    p.sequence = sequences.data();
+  }
+};
+
+#define ATTNKIT_PARAMETERS                                                                         \
+  const MaybeTensor &bias, const MaybeTensor &sinks, const MaybeTensor &keep,                      \
+      const MaybeTensor &lengths, const MaybeTensor &q_segments, const MaybeTensor &k_segments,    \
+      const MaybeTensor &blocks, const MaybeTensor &alibi, const MaybeTensor &seed,                \
+      const MaybeTensor &cu_seqlens_q, const MaybeTensor &cu_seqlens_k, double scale,              \
+      std::optional<int64_t> left, std::optional<int64_t> right, bool bottom_right, double softcap, \
+      double dropout_p
+#define ATTNKIT_OPTIONS                                                                         \
+  Options {                                                                                     \
+    bias, sinks, keep, lengths, q_segments, k_segments, blocks, alibi, seed, cu_seqlens_q,      \
+        cu_seqlens_k, scale, left, right, bottom_right, softcap, dropout_p                      \
+  }
+
+ScalarType lse_dtype(const Tensor& q) {
+  return q.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+// Rows that belong to no packed sequence are defined, too: output 0, lse -inf.
+void clear_outside(const Call& call, Tensor& out, Tensor& lse) {
+  const AttentionParams& p = call.p;
+  int64_t covered = 0;
+  for (const Sequence& s : call.sequences) covered += s.entry == 0 ? s.lq : 0;
+  const bool packed_with_gaps = p.sequences == 0 || covered < p.q_rows;
+  if (!packed_with_gaps) return;
+  torch::stable::zero_(out);
+  torch::stable::fill_(lse, -static_cast<double>(INFINITY));
+}
+
+std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                   ATTNKIT_PARAMETERS) {
+  Call call(q, k, v, ATTNKIT_OPTIONS, false);
+  Tensor out = empty_like_layout(q, v.size(3));
+  Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, lse_dtype(q));
+  if (cu_seqlens_q.has_value()) clear_outside(call, out, lse);
+  call.p.out = array_of(out, "out");
+  call.p.lse = lse.mutable_data_ptr();
+  kernels().forward(call.p, team_for(call.flops));
+  return {out, lse};
+}
+
+std::tuple<Tensor, Tensor> decode(const Tensor& q, const Tensor& k, const Tensor& v,
+                                  ATTNKIT_PARAMETERS) {
+  Call call(q, k, v, ATTNKIT_OPTIONS, true);
+  Tensor out = empty_like_layout(q, v.size(3));
+  Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, lse_dtype(q));
+  call.p.out = array_of(out, "out");
+  call.p.lse = lse.mutable_data_ptr();
+  kernels().decode(call.p, team_for(call.flops));
+  return {out, lse};
+}
+
+std::string instruction_sets() {
+  std::string all = kernels().name;
+  for (const std::string& name : available_instruction_sets()) all += "," + name;
+  return all;
+}
+
+}  // namespace
+}  // namespace attnkit
+
+STABLE_TORCH_LIBRARY_IMPL(attnkit, CPU, m) {
+  m.impl("cpu_forward", TORCH_BOX(&attnkit::forward));
+  m.impl("cpu_decode", TORCH_BOX(&attnkit::decode));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(attnkit, CompositeExplicitAutograd, m) {
+  m.impl("cpu_instruction_sets", TORCH_BOX(&attnkit::instruction_sets));
+}
