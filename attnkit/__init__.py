@@ -1,4 +1,4 @@
-"""attnkit: exact attention for PyTorch."""
+"""attnkit: exact attention for PyTorch, on kernels of its own."""
 
 from attnkit.dispatch import available_backends, use_backend
 from attnkit.functional import attention, scaled_dot_product_attention

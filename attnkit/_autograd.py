@@ -1,8 +1,13 @@
-"""From checked arguments to a backend, with the gradient recorded where one is wanted."""
+"""From checked arguments to a backend, with the gradient recorded where one is wanted.
+
+First derivatives are the backend's own kernels.  Second derivatives recompute the call out of
+differentiable PyTorch operations, a few rows at a time; transforms (torch.func, forward-mode AD)
+run those operations in place of any backend.
+"""
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +18,11 @@ from attnkit import dispatch
 from attnkit.backends import reference
 from attnkit.spec import AttentionSpec, TensorArgs
 
+_TILE = 1 << 20  # scores that a recomputation holds at once
+
 _interpreter = torch._C._functorch.peek_interpreter_stack
+_tracing = torch.compiler.is_dynamo_compiling
+_OTHERS = len(TensorArgs._fields) - 2  # tensors of a call without a gradient: all but bias, sinks
 
 
 def in_transform() -> bool:
@@ -21,23 +30,19 @@ def in_transform() -> bool:
     return _interpreter() is not None or forward_ad._current_level >= 0
 
 
-def expanded(args: TensorArgs, q: Tensor, k: Tensor) -> TensorArgs:
-    """`args` with the bias expanded to [B, Hq, Lq, Lk], as backends take it."""
-    bias = args.bias
-    if bias is None:
-        return args
-    return args._replace(bias=bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
-
-
 def run(
     q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call whose arguments have been checked; `args.bias` is not yet expanded."""
-    if in_transform():
-        return reference.attend(q, k, v, expanded(args, q, k), spec)
-    full = expanded(args, q, k)
-    impl = dispatch.select(q, k, v, full, spec)
+    """(out, lse) of a call whose arguments have been checked; `args.bias` is 4-D, not expanded.
+
+    Raises:
+        NotImplementedError: the backend that `use_backend` asks for cannot serve the call.
+    """
     bias, sinks = args.bias, args.sinks
+    full = args if bias is None else expanded(args, q, k)
+    if in_transform():
+        return reference.attend(q, k, v, full, spec)
+    impl = dispatch.select(q, k, v, full, spec)
     if torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
@@ -45,33 +50,191 @@ def run(
         or (bias is not None and bias.requires_grad)
         or (sinks is not None and sinks.requires_grad)
     ):
-        if torch.compiler.is_dynamo_compiling():
-            # Dynamo refuses one tensor in two places
+        if _tracing():  # Dynamo refuses one tensor in two places
             k, v = k.view_as(k), v.view_as(v)
-        return _Attention.apply(q, k, v, *args, spec, impl)
+        return _Attention.apply(q, k, v, bias, sinks, *_others(args), spec, impl)  # type: ignore
     return impl.forward(q, k, v, full, spec)
 
 
+def expanded(args: TensorArgs, q: Tensor, k: Tensor) -> TensorArgs:
+    """`args` with the bias expanded to [B, Hq, Lq, Lk], as backends take it."""
+    if args.bias is None:
+        return args
+    return args._replace(bias=args.bias.expand(*q.shape[:3], k.shape[2]))
+
+
+def _others(args: TensorArgs) -> tuple[Tensor | None, ...]:
+    return args[2:]
+
+
 class _Attention(torch.autograd.Function):
+    """apply(q, k, v, bias, sinks, *others, spec, impl) -> (out, lse), both differentiable."""
+
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        *tensors, spec, impl = rest
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, *tensors, spec, impl = inputs
         args = TensorArgs(*tensors)
         out, lse = impl.forward(q, k, v, expanded(args, q, k), spec)
-        ctx.save_for_backward(q, k, v, out, lse, *args)
+        ctx.save_for_backward(out, lse, q, k, v, *args)
         ctx.spec, ctx.impl = spec, impl
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, out, lse, *tensors = ctx.saved_tensors
-        args = TensorArgs(*tensors)
-        needs = (*ctx.needs_input_grad[:5],)
+        out, lse, *tensors = ctx.saved_tensors
         if dout is None:
+            if dlse is None:
+                return (None,) * (7 + _OTHERS)
             dout = torch.zeros_like(out)
-        impl: ModuleType = ctx.impl
-        grads = impl.backward(
-            dout, dlse, q, k, v, out, lse, expanded(args, q, k), ctx.spec, needs
+        needs = tuple(ctx.needs_input_grad[:5])
+        grads: Any
+        if in_transform():  # gradients batched by vmap
+            grads = _recompute(dout, dlse, tensors, ctx.spec, needs)
+        elif torch.is_grad_enabled() and not _tracing():
+            grads = _Gradient.apply(
+                dout, dlse, *tensors, out.detach(), lse.detach(), ctx.spec, ctx.impl, needs
+            )
+        else:
+            grads = _backward(dout, dlse, tensors, out, lse, ctx.spec, ctx.impl, needs)
+        return (*grads, *(None,) * (2 + _OTHERS))
+
+
+class _Gradient(torch.autograd.Function):
+    """The backward pass as a function that has derivatives itself.
+
+    apply(dout, dlse, q, k, v, bias, sinks, *others, out, lse, spec, impl, needs) -> (dq, dk, dv,
+    dbias, dsinks).  out and lse are what the forward pass made of the others, not variables.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, dout: Tensor, dlse: Tensor | None, *inputs: Any) -> Any:
+        *tensors, out, lse, spec, impl, needs = inputs
+        ctx.save_for_backward(dout, dlse, *tensors)
+        ctx.spec, ctx.needs = spec, needs
+        ctx.set_materialize_grads(False)
+        return _backward(dout, dlse, tensors, out, lse, spec, impl, needs)
+
+    @staticmethod
+    def backward(ctx: Any, *seconds: Tensor | None) -> Any:
+        """Gradient of sum(second * first derivative), added up over tiles of rows."""
+        dout, dlse, *tensors = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:7]
+        total: list[Tensor | None] = [None] * 7
+        if any(t is not None for t in seconds):
+            for rows in _tiles(tensors[0], tensors[1]):
+                part = _second(dout, dlse, tensors, seconds, ctx.spec, ctx.needs, wanted, rows)
+                total = [
+                    old if new is None else new if old is None else old + new
+                    for old, new in zip(total, part, strict=True)
+                ]
+        return (*total, *(None,) * (5 + _OTHERS))
+
+
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    tensors: list[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    impl: Any,
+    needs: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    q, k, v, *rest = tensors
+    args = TensorArgs(*rest)
+    full = expanded(args, q, k)
+    dq, dk, dv, dbias, dsinks = impl.backward(dout, dlse, q, k, v, out, lse, full, spec, needs)
+    if dbias is not None and args.bias is not None:
+        dbias = dbias.to(args.bias.dtype)
+    return dq, dk, dv, dbias, dsinks
+
+
+def _recompute(
+    dout: Tensor,
+    dlse: Tensor | None,
+    tensors: list[Tensor],
+    spec: AttentionSpec,
+    needs: tuple[bool, ...],
+) -> list[Tensor | None]:
+    """The first derivatives out of differentiable operations, for gradients under a transform."""
+    create = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # views, because one tensor may be both query and key
+        inputs = [t if t is None else t.view_as(t) for t in tensors[:5]]
+        out, lse = _attend(inputs, tensors[5:], spec, None)
+        return _grad((out, lse), inputs, (dout, dlse), needs, create)
+
+
+def _second(
+    dout: Tensor,
+    dlse: Tensor | None,
+    tensors: list[Tensor],
+    seconds: tuple[Tensor | None, ...],
+    spec: AttentionSpec,
+    needs: tuple[bool, ...],
+    wanted: tuple[bool, ...],
+    rows: Tensor,
+) -> list[Tensor | None]:
+    """The share of some rows in the gradients by (dout, dlse, q, k, v, bias, sinks)."""
+    create = torch.is_grad_enabled()  # for a third derivative the graph stays
+    with torch.enable_grad():
+        variables = [
+            t if t is None else t.view_as(t) if create else t.detach().requires_grad_()
+            for t in (dout, dlse, *tensors[:5])
+        ]
+        d_out, d_lse, *inputs = variables
+        out, lse = _attend(inputs, tensors[5:], spec, rows)
+        assert d_out is not None
+        upstream = (
+            d_out.index_select(2, rows),
+            None if d_lse is None else d_lse.index_select(2, rows),
         )
-        return (*grads, *(None,) * 11)
+        first = _grad((out, lse), inputs, upstream, needs, True)
+        return _grad(first, variables, seconds, wanted, create)
+
+
+def _attend(
+    inputs: list[Tensor], others: list[Tensor], spec: AttentionSpec, rows: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    q, k, v, bias, sinks = inputs
+    args = expanded(TensorArgs(bias, sinks, *others), q, k)
+    return reference.attend(q, k, v, args, spec, rows)
+
+
+def _grad(
+    outputs: Any, inputs: Any, upstream: Any, wanted: tuple[bool, ...], create: bool
+) -> list[Tensor | None]:
+    """Vector-Jacobian product; None for outputs without one, and for inputs that are not wanted."""
+    pairs = [
+        (y, g)
+        for y, g in zip(outputs, upstream, strict=True)
+        if y is not None and g is not None and y.requires_grad
+    ]
+    leaves = [x for x, want in zip(inputs, wanted, strict=True) if want]
+    if not pairs or not leaves:
+        return [None] * len(inputs)
+    ys, gs = zip(*pairs, strict=True)
+    with torch.autocast(ys[0].device.type, enabled=False):
+        found = iter(
+            torch.autograd.grad(
+                ys, leaves, gs, create_graph=create, allow_unused=True, materialize_grads=False
+            )
+        )
+    return [next(found) if want else None for want in wanted]
+
+
+def _tiles(q: Tensor, k: Tensor) -> Iterator[Tensor]:
+    """Row indices, a few at a time, so that their scores stay within _TILE."""
+    batch, heads, lq, _ = q.shape
+    step = max(1, _TILE // max(1, batch * heads * k.shape[2]))
+    for start in range(0, lq, step):
+        yield torch.arange(start, min(start + step, lq), device=q.device)
+
+
+def run_decode(
+    q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of queries on a cache k, v [B, Hkv, capacity, D*] with args.lengths; no gradient."""
+    impl = dispatch.select_decode(q, k, v, args, spec)
+    return impl.decode(q, k, v, args, spec)  # type: ignore[no-any-return]

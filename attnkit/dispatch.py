@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,26 +11,17 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from attnkit.backends import cpu, reference
 from attnkit.spec import AttentionSpec, TensorArgs
 
-
-def _load() -> dict[str, ModuleType]:
-    found = {}
-    for name in ("cpu", "reference"):
-        try:
-            found[name] = importlib.import_module(f"attnkit.backends.{name}")
-        except ModuleNotFoundError:
-            pass
-    return found
-
-
-BACKENDS = _load()
+BACKENDS: dict[str, ModuleType] = {"cpu": cpu, "reference": reference}
 
 _forced: ContextVar[str | None] = ContextVar("attnkit_backend", default=None)
+_tracing = torch.compiler.is_dynamo_compiling
 
 
 class _Traced(threading.local):
-    """What Dynamo reads in place of the ContextVar, which it cannot trace; its guards see this."""
+    """The forced name once more, for Dynamo: it cannot trace a ContextVar, but it guards on this."""
 
     name: str | None = None
 
@@ -41,43 +31,93 @@ _traced = _Traced()
 
 def forced_backend() -> str | None:
     """Name of the backend that `use_backend` asked for in this context, or None."""
-    if torch.compiler.is_dynamo_compiling():
-        return _traced.name
-    return _forced.get()
+    return _traced.name if _tracing() else _forced.get()
 
 
 def select(q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec) -> ModuleType:
-    """The backend module for this call.
+    """The backend for this call.
 
     Raises:
         NotImplementedError: the forced backend, or every backend, has something against the call.
     """
     name = forced_backend()
-    if name is not None:
-        reason = BACKENDS[name].supports(q, k, v, args, spec)
-        if reason is not None:
-            raise NotImplementedError(f"backend {name!r}: {reason}")
-        return BACKENDS[name]
-    for backend in BACKENDS.values():
-        if backend.supports(q, k, v, args, spec) is None:
-            return backend
-    raise NotImplementedError("no backend can serve this call")
+    if name is None:
+        for backend in BACKENDS.values():
+            if backend.supports(q, k, v, args, spec) is None:
+                return backend
+    return _forced_or_refuse(name, explain(q, k, v, args, spec))
+
+
+def select_decode(
+    q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec
+) -> ModuleType:
+    """The backend for a decoding step; raises as `select` does."""
+    name = forced_backend()
+    reasons = {
+        each: backend.supports_decode(q, k, v, args, spec)
+        for each, backend in BACKENDS.items()
+        if name in (None, each)
+    }
+    for each, reason in reasons.items():
+        if reason is None:
+            return BACKENDS[each]
+    return _forced_or_refuse(name, reasons)
+
+
+def _forced_or_refuse(name: str | None, reasons: dict[str, str | None]) -> ModuleType:
+    if name is None:
+        against = "; ".join(f"{each}: {reason}" for each, reason in reasons.items())
+        raise NotImplementedError(f"no backend can serve this call ({against})")
+    if reasons[name] is not None:
+        raise NotImplementedError(f"backend {name!r} cannot serve this call: {reasons[name]}")
+    return BACKENDS[name]
+
+
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec
+) -> dict[str, str | None]:
+    """Each backend's answer to a call: None, or the reason why it cannot serve it."""
+    return {name: backend.supports(q, k, v, args, spec) for name, backend in BACKENDS.items()}
 
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Within the block every attention call of this thread and context runs on backend `name`."""
+    """Run every attention call in the block (or in the decorated function) on one backend.
+
+    The override belongs to this thread and context: other threads and asyncio tasks do not see it.
+    A compiled function sees the override of its thread, and is compiled anew for each.
+
+    Raises:
+        TypeError: name is not a string.
+        ValueError: there is no such backend.
+        NotImplementedError: raised by a call in the block that the backend cannot serve.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name is {type(name).__name__} {name!r}, expected a str")
     if name not in BACKENDS:
-        raise ValueError(f"name is {name!r}, expected one of {list(BACKENDS)}")
-    token, saved = _forced.set(name), _traced.name
-    _traced.name = name
+        raise ValueError(f"name is {name!r}, expected one of {', '.join(map(repr, BACKENDS))}")
+    token = None if _tracing() else _forced.set(name)
+    saved, _traced.name = _traced.name, name
     try:
         yield
     finally:
-        _forced.reset(token)
         _traced.name = saved
+        if token is not None:
+            _forced.reset(token)
+
+
+def status() -> dict[str, str | None]:
+    """Of each backend None where this machine can use it, or the reason why not."""
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    answers: dict[str, str | None] = {}
+    for device in devices:  # one that serves a small call on any device is usable
+        x = torch.zeros(1, 1, 1, 8, device=device)
+        for name, reason in explain(x, x, x, TensorArgs(), AttentionSpec(1.0)).items():
+            if name not in answers or reason is None:
+                answers[name] = reason
+    return answers
 
 
 def available_backends() -> list[str]:
-    """Names of the backends that can be used on this machine."""
-    return list(BACKENDS)
+    """Names of the backends that this machine can use, in the order in which they are tried."""
+    return [name for name, reason in status().items() if reason is None]

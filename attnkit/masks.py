@@ -1,4 +1,4 @@
-"""Which keys a query sees, as a small value: a band, a keep-vector, segments, blocks, a dense tensor.
+"""Which keys a query sees, as a small value: band, keep-vector, segments, blocks, dense tensor.
 
 Masks combine with ``&`` (seen by both)::
 
@@ -86,7 +86,7 @@ class Mask:
         """Keys that both masks show.  Two dense floats add up; a bool hides entries of a float."""
         if not isinstance(other, Mask):
             raise TypeError(
-                f"& joins a Mask with a Mask, but the right operand is {_kind(other)}; "
+                f"& joins a Mask with a Mask, but the right operand is {describe(other)}; "
                 "a tensor becomes a mask by from_dense or key_padding"
             )
         q_segments, k_segments = self.q_segments, self.k_segments
@@ -110,7 +110,7 @@ class Mask:
 
     def __rand__(self, other: Any) -> Mask:
         raise TypeError(
-            f"& joins a Mask with a Mask, but the left operand is {_kind(other)}; "
+            f"& joins a Mask with a Mask, but the left operand is {describe(other)}; "
             "a tensor becomes a mask by from_dense or key_padding"
         )
 
@@ -131,14 +131,14 @@ class Mask:
         )
 
     def __ror__(self, other: Any) -> Mask:
-        raise TypeError(f"| joins a Mask with a Mask, but the left operand is {_kind(other)}")
+        raise TypeError(f"| joins a Mask with a Mask, but the left operand is {describe(other)}")
 
     def __repr__(self) -> str:
         parts = []
         for name in self.__slots__:
             value = getattr(self, name)
             if isinstance(value, Tensor):
-                parts.append(f"{name}={_kind(value)}")
+                parts.append(f"{name}={describe(value)}")
             elif value is not None and value != ():
                 parts.append(f"{name}={value}")
         return f"Mask({', '.join(parts)})"
@@ -151,6 +151,10 @@ class Mask:
             if isinstance(value := getattr(self, name), Tensor)
         }
         return replace(self, **moved)
+
+    def with_dense(self, dense: Tensor | None) -> Mask:
+        """The same mask with another dense part."""
+        return replace(self, dense=dense)
 
     def resolve(self, batch: int, heads: int, lq: int, lk: int, device: torch.device) -> Parts:
         """Lower the mask for a call with these sizes.
@@ -222,11 +226,11 @@ def sliding_window(left: int | None, right: int | None, bottom_right: bool = Fal
     """
     for name, bound in (("left", left), ("right", right)):
         if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool)):
-            raise TypeError(f"{name} is {_kind(bound)}, expected an int or None (no limit)")
+            raise TypeError(f"{name} is {describe(bound)}, expected an int or None (no limit)")
         if bound is not None and bound < 0:
             raise ValueError(f"{name} is {bound}, expected 0 or more, or None for no limit")
     if not isinstance(bottom_right, bool):
-        raise TypeError(f"bottom_right is {_kind(bottom_right)}, expected a bool")
+        raise TypeError(f"bottom_right is {describe(bottom_right)}, expected a bool")
     band = Band(left, right)
     return Mask(end=band) if bottom_right else Mask(start=band)
 
@@ -261,7 +265,7 @@ def key_padding(keep: Tensor) -> Mask:
         ValueError: not of one or two dimensions.
     """
     if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
-        raise TypeError(f"keep is {_kind(keep)}, expected a bool tensor (True = attend)")
+        raise TypeError(f"keep is {describe(keep)}, expected a bool tensor (True = attend)")
     if keep.dim() not in (1, 2):
         raise ValueError(f"keep has shape {_shape(keep)}, expected (batch, keys) or (keys,)")
     return Mask(keep=keep[None] if keep.dim() == 1 else keep)
@@ -302,7 +306,7 @@ def block_sparse(blocks: Tensor) -> Mask:
         ValueError: not of two to four dimensions.
     """
     if not isinstance(blocks, Tensor) or blocks.dtype != torch.bool:
-        raise TypeError(f"blocks is {_kind(blocks)}, expected a bool tensor (True = attend)")
+        raise TypeError(f"blocks is {describe(blocks)}, expected a bool tensor (True = attend)")
     if not 2 <= blocks.dim() <= 4:
         raise ValueError(
             f"blocks has shape {_shape(blocks)}, expected (batch or 1, heads or 1, "
@@ -322,7 +326,7 @@ def global_tokens(count: int) -> Mask:
         ValueError: count is negative.
     """
     if not isinstance(count, int) or isinstance(count, bool):
-        raise TypeError(f"count is {_kind(count)}, expected an int")
+        raise TypeError(f"count is {describe(count)}, expected an int")
     if count < 0:
         raise ValueError(f"count is {count}, expected 0 or more")
     return Mask(unions=(Globals(None, False, count),))
@@ -341,7 +345,7 @@ def from_dense(mask: Tensor) -> Mask:
     """
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise TypeError(
-            f"mask is {_kind(mask)}, expected a bool tensor (True = attend) or a floating-point "
+            f"mask is {describe(mask)}, expected a bool tensor (True = attend) or a floating-point "
             "tensor (added to the scores)"
         )
     if mask.dim() > 4:
@@ -363,8 +367,8 @@ def is_keep(dense: Tensor) -> bool:
     )
 
 
-def _kind(value: Any) -> str:
-    """What was found, for an error message."""
+def describe(value: Any) -> str:
+    """What an argument turned out to be, for an error message."""
     if isinstance(value, Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {_shape(value)}"
     return f"{type(value).__name__} {value!r}" if value is not None else "None"
@@ -376,7 +380,7 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 
 def _integers(name: str, tensor: Any) -> None:
     if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS:
-        raise TypeError(f"{name} is {_kind(tensor)}, expected an integer tensor")
+        raise TypeError(f"{name} is {describe(tensor)}, expected an integer tensor")
 
 
 def _is_band(mask: Mask) -> bool:
