@@ -67,7 +67,7 @@ types: ready-types
 	@$(BIN)/mypy
 
 sanitize: ready-test
-	@VENV=$(VENV) .ci/sanitize $(ARGS)
+	@VENV=$(VENV) .ci/variant sanitize $(ARGS)
 
 mutants: ready-test
 	@$(PY) tests/mutants.py $(ARGS)
