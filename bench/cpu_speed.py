@@ -2,10 +2,10 @@
 
     python bench/cpu_speed.py [--threads N] [--rounds N] [--json FILE]
 
-Prints, for forward and backward, fp32 and bf16, causal and full: the speed, its ratio to F.scaled_dot_product_attention
-of the same rounds, and its share of the multiply-add peak probed in the same rounds.  Promised are
-1.5 times torch in fp32 and 2.5 times in bf16 where the processor has AVX-512 with its bf16
-instructions, elsewhere 60% of the peak.  Exit status 1 when a row misses that.
+Prints, for forward and backward, fp32 and bf16, causal and full: the speed, its ratio to
+F.scaled_dot_product_attention of the same rounds, and its share of the multiply-add peak probed in
+the same rounds.  Promised are 1.5 times torch in fp32 and 2.5 times in bf16 where the processor has
+AVX-512 with its bf16 instructions, elsewhere 60% of the peak.  Exit status 1 when a row misses it.
 """
 
 from __future__ import annotations

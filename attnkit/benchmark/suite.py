@@ -196,6 +196,11 @@ def _everywhere(*cases: Case, dtypes: str = "fp32 bf16", which: str = "full caus
 
 
 PRESETS = {
+    # seconds: to see that everything runs
+    "smoke": Preset(
+        cases=(Case(1, 2, 65, 16), Case(2, 2, 65, 16, dtype="bf16", mask="padded")),
+        settings=Settings(rounds=2, min_time=0.001),
+    ),
     # two minutes on two cores
     "quick": Preset(
         cases=(
