@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import attnkit
-from attnkit import dispatch, masks
-from attnkit.spec import AttentionSpec, TensorArgs
+from attnkit import masks
 
 DTYPES = {
     "fp64": torch.float64,
@@ -143,7 +142,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
 
 def ours(case: Case, inputs: Inputs) -> Attention:
     """attnkit: the drop-in function where it can say the mask, else the full call."""
-    if inputs.lengths is None:
+    if case.mask != "padded":
         causal = case.mask == "causal"
         grouped = case.kv_heads != case.heads
 
@@ -153,12 +152,10 @@ def ours(case: Case, inputs: Inputs) -> Attention:
             )
 
         return drop_in
-    mask = masks.padding(inputs.lengths)
+    mask = _mask(case, inputs)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = attnkit.attention(q, k, v, mask=mask)
-        assert isinstance(out, Tensor)  # not a pair, as return_lse was not asked for
-        return out
+        return attnkit.attention(q, k, v, mask=mask)
 
     return attend
 
@@ -198,6 +195,12 @@ def naive(case: Case, inputs: Inputs) -> Attention:
         return scores.softmax(-1) @ v
 
     return attend
+
+
+def _mask(case: Case, inputs: Inputs) -> masks.Mask | None:
+    if inputs.lengths is not None:
+        return masks.padding(inputs.lengths)
+    return masks.causal() if case.mask == "causal" else None
 
 
 def _keep(case: Case, inputs: Inputs) -> Tensor | None:
@@ -240,9 +243,10 @@ def ran(name: str, case: Case, inputs: Inputs) -> str:
     family, _, backend = name.partition(":")
     if family != "attnkit" or backend:
         return backend or family
-    spec = AttentionSpec(case.head_dim**-0.5, right=0 if case.mask == "causal" else None)
-    args = TensorArgs(lengths=inputs.lengths)
-    return dispatch.select(*inputs[:3], args, spec).__name__.rpartition(".")[2]
+    chosen = attnkit.explain(*inputs[:3], mask=_mask(case, inputs)).chosen
+    if chosen is None:
+        raise NotImplementedError(f"no backend serves {case.label}")
+    return chosen
 
 
 class Work(NamedTuple):
