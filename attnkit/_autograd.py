@@ -195,7 +195,7 @@ def _second(
 
 
 def _attend(
-    inputs: list[Tensor], others: list[Tensor], spec: AttentionSpec, rows: Tensor | None
+    inputs: list[Any], others: list[Tensor], spec: AttentionSpec, rows: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     q, k, v, bias, sinks = inputs
     args = expanded(TensorArgs(bias, sinks, *others), q, k)
@@ -235,6 +235,6 @@ def _tiles(q: Tensor, k: Tensor) -> Iterator[Tensor]:
 def run_decode(
     q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of queries on a cache k, v [B, Hkv, capacity, D*] with args.lengths; no gradient."""
+    """(out, lse) of queries on a cache of args.lengths keys; has no gradient."""
     impl = dispatch.select_decode(q, k, v, args, spec)
     return impl.decode(q, k, v, args, spec)  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
         type(q) is Tensor
         and type(k) is Tensor
         and type(v) is Tensor
-        and (q.is_cpu and k.is_cpu and v.is_cpu or q.device == k.device == v.device)
+        and ((q.is_cpu and k.is_cpu and v.is_cpu) or q.device == k.device == v.device)
         and q.dtype is k.dtype is v.dtype
         and q.dtype in FLOATS
         and not (q.is_nested or k.is_nested or v.is_nested)
@@ -43,7 +44,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def settle(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as autocast wants them; raises for what is not a plain dense tensor, or does not match.
+    """q, k, v as autocast wants them; raises for what is no dense tensor, or does not match.
 
     Raises:
         TypeError: not a tensor.
@@ -56,8 +57,8 @@ def settle(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
             raise TypeError(f"{name} is {describe(t)}, expected a Tensor")
         if t.is_nested:
             raise NotImplementedError(
-                f"{name} is a nested tensor, expected a dense one: use attnkit.varlen_attention, or "
-                "pad and pass a mask"
+                f"{name} is a nested tensor, expected a dense one: use attnkit.varlen_attention, "
+                "or pad and pass a mask"
             )
         if t.layout is not _STRIDED:
             raise NotImplementedError(f"{name} has layout {t.layout}, expected torch.strided")
@@ -105,13 +106,13 @@ def refuse_context_parallel() -> None:
     module = getattr(F.scaled_dot_product_attention, "__module__", None) or ""
     if module.startswith("torch.distributed"):
         raise RuntimeError(
-            "query, key and value are shards of a sequence inside torch's context_parallel, expected "
-            "whole sequences: a plain call would attend to the local shard only"
+            "query, key and value are shards of a sequence inside torch's context_parallel, "
+            "expected whole sequences: a plain call would attend to the local shard only"
         )
 
 
 def check_sizes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """RuntimeError unless q [B, Hq, Lq, D], k [B, Hkv, Lk, D], v [B, Hkv, Lk, Dv], Hkv divides Hq."""
+    """RuntimeError unless q [B, Hq, Lq, D], k [B, Hkv, Lk, D], v [B, Hkv, Lk, Dv] fit together."""
     for name, t in (("query", q), ("key", k), ("value", v)):
         if t.dim() != 4:
             raise RuntimeError(
@@ -127,6 +128,23 @@ def check_sizes(q: Tensor, k: Tensor, v: Tensor) -> None:
     if k.shape[1] != v.shape[1]:
         raise RuntimeError(f"value has {v.shape[1]} heads, key has {k.shape[1]}")
     check_groups(hq, k.shape[1], "key")
+
+
+def check_packed(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """RuntimeError unless q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv], and Hkv divides Hq."""
+    for name, t in (("query", q), ("key", k), ("value", v)):
+        if t.dim() != 3:
+            raise RuntimeError(
+                f"{name} has shape {tuple(t.shape)}, expected 3 dimensions: "
+                "(all tokens, heads, head dim)"
+            )
+    check_head_dim(q, k)
+    if k.shape[:2] != v.shape[:2]:
+        raise RuntimeError(
+            f"value has {v.shape[0]} tokens and {v.shape[1]} heads, key has {k.shape[0]} and "
+            f"{k.shape[1]}"
+        )
+    check_groups(q.shape[1], k.shape[1], "key")
 
 
 def check_head_dim(q: Tensor, k: Tensor) -> None:
@@ -186,8 +204,86 @@ def cap(value: Any) -> float:
     return softcap
 
 
+def count(name: str, value: Any) -> int:
+    """An int; TypeError for anything else, bools included."""
+    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+        return value  # type: ignore[return-value]
+    raise TypeError(f"{name} is {describe(value)}, expected an int")
+
+
+def window(value: Any) -> tuple[int | None, int | None]:
+    """(left, right) with None for no limit, out of flash-attn's -1; ValueError below that."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"window is {describe(value)}, expected a pair (left, right) of ints")
+    left, right = (count("window", bound) for bound in value)
+    if left < -1 or right < -1:
+        raise ValueError(f"window is {(left, right)}, expected bounds of 0 or more, or -1 for none")
+    return None if left == -1 else left, None if right == -1 else right
+
+
+def indices(name: str, value: Any, q: Tensor, dim: int) -> Tensor | None:
+    """Indices along dimension `dim` of q as int64 [n] on its device; IndexError out of range."""
+    if value is None:
+        return None
+    size = q.shape[dim]
+    if isinstance(value, Tensor):
+        if value.dim() != 1 or value.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"{name} is {describe(value)}, expected int64 indices of shape (n,)")
+        found = value.to(torch.int64)
+        if found.is_cpu and not torch.compiler.is_compiling() and found.numel():
+            low, high = (int(x) for x in found.aminmax())
+        else:
+            low = high = 0  # a look at the values would make a GPU wait
+    else:
+        listed = [value] if isinstance(value, int) else value
+        if not isinstance(listed, (list, tuple, range)):
+            raise TypeError(f"{name} is {describe(value)}, expected ints or an int64 tensor")
+        listed = [count(name, each) for each in listed]
+        low, high = min(listed, default=0), max(listed, default=0)
+        found = torch.tensor(listed, dtype=torch.int64)
+    if found.numel() and (low < 0 or high >= size):
+        raise IndexError(f"{name} has indices from {low} to {high}, expected 0 to {size - 1}")
+    return found.to(q.device)
+
+
+def offsets(name: str, value: Any, packed: Tensor) -> Tensor:
+    """Cumulative lengths as int32 [N + 1]; their values are looked at on the CPU only."""
+    if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} is {describe(value)}, expected an int32 or int64 tensor")
+    if value.dim() != 1 or value.shape[0] < 1:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}, expected (sequences + 1,)")
+    if value.device != packed.device:
+        raise RuntimeError(f"{name} is on {value.device}, query is on {packed.device}")
+    if value.is_cpu and not torch.compiler.is_compiling() and type(value) is Tensor:
+        listed = value.tolist()
+        if listed[0] != 0:
+            raise ValueError(f"{name} starts with {listed[0]}, expected 0")
+        if any(b < a for a, b in pairwise(listed)):
+            raise ValueError(
+                f"{name} falls from one entry to the next, expected it to rise: {listed}"
+            )
+        if listed[-1] > packed.shape[0]:
+            raise ValueError(
+                f"{name} ends with {listed[-1]}, expected at most the number of tokens, "
+                f"{packed.shape[0]}"
+            )
+    return value.to(torch.int32)
+
+
+def per_sequence(
+    name: str, value: Any, dtype: torch.dtype, shape: tuple[int, ...], q: Tensor
+) -> None:
+    """Check a tensor with an entry for each sequence of a cache."""
+    if not isinstance(value, Tensor) or value.dtype != dtype:
+        raise TypeError(f"{name} is {describe(value)}, expected a tensor of {dtype}")
+    if tuple(value.shape) != shape:
+        raise RuntimeError(f"{name} has shape {tuple(value.shape)}, expected {shape}")
+    if value.device != q.device:
+        raise RuntimeError(f"{name} is on {value.device}, query is on {q.device}")
+
+
 def seed_tensor(seed: Any, q: Tensor) -> Tensor:
-    """The 64-bit dropout seed as an int64 tensor [] on q's device; drawn from torch's generator if None."""
+    """The dropout's seed, int64 [] on q's device; drawn from torch's generator if None."""
     if seed is None:
         return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=q.device)
     if isinstance(seed, int) and not isinstance(seed, bool):

@@ -49,8 +49,8 @@ def gather(
     drawn = None
     dropped = False
     if dropout_p != 0.0 or seed is not None:
-        drawn = _checks.seed_tensor(seed, q)
         dropout_p = _checks.probability(dropout_p)
+        drawn = _checks.seed_tensor(seed, q)
         dropped = dropout_p == 1.0
         if dropped or dropout_p == 0.0:
             dropout_p, drawn = 0.0, None
@@ -64,7 +64,7 @@ def gather(
         if sinks is None and alibi is None and drawn is None:
             return Options(NO_ARGS, spec, dropped)
         return Options(TensorArgs(sinks=sinks, alibi=alibi, seed=drawn), spec, dropped)
-    parts = _as_mask(mask, bias, q, lk).resolve(*q.shape[:3], lk, q.device)
+    parts = _as_mask(mask, bias, q, lk).resolve(q.shape[0], q.shape[1], q.shape[2], lk, q.device)
     spec = AttentionSpec(scale, parts.left, parts.right, parts.bottom_right, softcap, dropout_p)
     args = TensorArgs(
         bias=_unstretched(parts.dense),

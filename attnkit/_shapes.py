@@ -1,4 +1,4 @@
-"""Any leading dimensions: broadcast, flattened to the [B, H, L, D] of the backends, and put back."""
+"""Any leading dimensions, broadcast and flattened to the [B, H, L, D] of the backends."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from attnkit import _checks
 def to_4d(
     query: Tensor, key: Tensor, value: Tensor, gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
-    """(q, k, v, scores): q [B, Hq, L, E], k [B, H, S, E], v [B, H, S, Ev], and the scores' own shape.
+    """(q [B, Hq, L, E], k [B, H, S, E], v [B, H, S, Ev], shape of the scores).
 
-    scores is [..., Hq, L, S] with as many dimensions as the caller gave.
+    The last is [..., Hq, L, S] with as many dimensions as the caller gave.
 
     Raises:
         RuntimeError: too few dimensions, or shapes that do not fit.

@@ -21,7 +21,7 @@ _tracing = torch.compiler.is_dynamo_compiling
 
 
 class _Traced(threading.local):
-    """The forced name once more, for Dynamo: it cannot trace a ContextVar, but it guards on this."""
+    """The forced name again, for Dynamo: it cannot trace a ContextVar, but it guards on this."""
 
     name: str | None = None
 

@@ -8,15 +8,18 @@ The way of a call: the door here, `_autograd.run`, `dispatch.select`, one backen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import handle_torch_function, has_torch_function
 
-from attnkit import _checks, _shapes, masks
-from attnkit._autograd import run
+from attnkit import _checks, _shapes, dispatch, masks
+from attnkit._autograd import expanded, in_transform, run, run_decode
 from attnkit._options import NO_ARGS, finish, gather
+from attnkit.backends import reference
 from attnkit.masks import Mask
 from attnkit.spec import AttentionSpec
 
@@ -32,7 +35,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """softmax(scale * query key^T + attn_mask) value, as torch.nn.functional's function of that name.
+    """softmax(scale * query key^T + attn_mask) value, as torch.nn.functional's own.
 
     Args:
         query: [..., Hq, L, E], or [L, E]; float32, bfloat16, float16 or float64.
@@ -183,7 +186,7 @@ def attention(
     seed: int | Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The full call: s = softcap(scale * q k^T) - alibi * distance + bias, softmax over visible keys.
+    """The full call: softmax of softcap(scale * q k^T) - alibi * distance + bias, over visible keys.
 
     Args:
         query: [B, Hq, Lq, D]; float32, bfloat16, float16 or float64.
@@ -195,7 +198,7 @@ def attention(
             added to the scores after softcap; has a gradient of its own shape.
         scale: 1 / sqrt(D) if None.
         softcap: scores become softcap * tanh(scores / softcap); 0 is off.
-        sinks: [Hq], one more logit per head in the softmax, with no value behind it; differentiable.
+        sinks: [Hq], one more logit per head, with no value behind it; differentiable.
         alibi: slopes [Hq] or [B, Hq]; adds -slope * |i + off - j|, with the offset of the mask's
             band (Lk - Lq for a bottom-right one, else 0).  No gradient.
         dropout_p: probability with which a weight is dropped.
@@ -225,3 +228,268 @@ def attention(
     out, lse = run(query, key, value, args, spec)
     out = finish(out, dropped)
     return (out, lse) if return_lse else out
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    bottom_right: bool = True,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention within each of N sequences that are packed one after the other, without padding.
+
+    Args:
+        query: [Tq, Hq, D], all queries; sequence n has rows cu_seqlens_q[n] to cu_seqlens_q[n + 1].
+        key: [Tk, Hkv, D]; Hq is a multiple of Hkv.
+        value: [Tk, Hkv, Dv].
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 [N + 1], starting with 0, never falling.  On the
+            CPU their values are checked; on a GPU, and in a compiled graph, they are trusted.
+        max_seqlen_q, max_seqlen_k: longest length, as flash-attn wants to know it; not needed here.
+        causal: query i of a sequence sees its keys j <= i + off.
+        window: (left, right) keys around i + off that are seen, -1 for no limit.
+        bottom_right: off is the sequence's number of keys less that of its queries, in place of 0.
+        scale, softcap, sinks, dropout_p, seed, return_lse: as in `attention`.
+        alibi: slopes [Hq].
+
+    Returns:
+        out [Tq, Hq, Dv], and with return_lse (out, lse): lse [Hq, Tq] in float32 (float64).  Rows
+        that belong to no sequence get out 0 and lse -inf.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: offsets, window or softcap out of range.
+        RuntimeError: shapes, dtypes or devices that do not fit; dropout_p outside [0, 1].
+        NotImplementedError: complex or nested tensors; a forced backend that cannot serve the call.
+    """
+    query, key, value = _checks.settle(query, key, value)
+    _checks.check_packed(query, key, value)
+    cu_q = _checks.offsets("cu_seqlens_q", cu_seqlens_q, query)
+    cu_k = _checks.offsets("cu_seqlens_k", cu_seqlens_k, key)
+    if cu_q.shape != cu_k.shape:
+        raise RuntimeError(
+            f"cu_seqlens_k has {cu_k.shape[0]} entries, cu_seqlens_q has {cu_q.shape[0]}"
+        )
+    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if longest is not None:
+            _checks.count(name, longest)
+    left, right = _checks.window(window)
+    if _checks.flag("causal", causal):
+        right = 0
+    q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
+    args, spec, dropped = gather(
+        q,
+        k.shape[2],
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        alibi=alibi,
+        dropout_p=dropout_p,
+        seed=seed,
+    )
+    args = args._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    spec = spec._replace(
+        left=left, right=right, bottom_right=_checks.flag("bottom_right", bottom_right)
+    )
+    out, lse = run(q, k, v, args, spec)
+    out = finish(out, dropped)[0].transpose(0, 1)
+    return (out, lse[0]) if return_lse else out
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    rows: int | Sequence[int] | Tensor | None = None,
+    heads: int | Sequence[int] | Tensor | None = None,
+) -> Tensor:
+    """The weights that `attention` gives the values, after dropout: for looking at, or for a loss.
+
+    Plain differentiable PyTorch that holds the scores of the chosen rows and heads; the fast path
+    never computes them.  With the seed of an `attention` call these are the weights of that call.
+
+    Args:
+        query: [B, Hq, Lq, D].
+        key: [B, Hkv, Lk, D].
+        mask, bias, scale, softcap, sinks, alibi, dropout_p, seed: as in `attention`.
+        rows: indices of the wanted queries; None: all of them.
+        heads: indices of the wanted query heads; None: all of them.
+
+    Returns:
+        [B, heads, rows, Lk] in the query's dtype, computed in float32 (float64).  A row sums to 1,
+        less what went to the sink and to dropout; one that sees no key is 0.
+
+    Raises:
+        IndexError: rows or heads out of range.
+        TypeError, ValueError, RuntimeError, NotImplementedError: as in `attention`.
+    """
+    query, key, _ = _checks.settle(query, key, key)
+    _checks.check_sizes(query, key, key)
+    args, spec, dropped = gather(
+        query, key.shape[2], mask, bias, scale, softcap, sinks, alibi, dropout_p, seed
+    )
+    weights = reference.weights(
+        query,
+        key,
+        expanded(args, query, key),
+        spec,
+        _checks.indices("rows", rows, query, 2),
+        _checks.indices("heads", heads, query, 1),
+    )
+    return finish(weights, dropped)
+
+
+def decode_attention(
+    query: Tensor,
+    cache_key: Tensor,
+    cache_value: Tensor,
+    lengths: Tensor,
+    *,
+    keep: Tensor | None = None,
+    left: int | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the newest queries to a cache that already holds their own keys.
+
+    Query t of Lq stands at position lengths[b] - Lq + t of sequence b; slots at or beyond
+    lengths[b] are never read.  For inference: it has no gradient.
+
+    Args:
+        query: [B, Hq, Lq, D].
+        cache_key: [B, Hkv, capacity, D]; Hq is a multiple of Hkv.
+        cache_value: [B, Hkv, capacity, Dv].
+        lengths: int32 [B], filled slots of each sequence, the new keys included; not looked at.
+        keep: bool [B, capacity], True = attend; hides slots such as left padding.
+        left: keys before a query's own position that it sees; None: all of them.
+        causal: a query sees no key after its own position.
+        scale, softcap, sinks, alibi, return_lse: as in `attention`; ALiBi counts from the position.
+
+    Returns:
+        out [B, Hq, Lq, Dv], and with return_lse (out, lse): lse [B, Hq, Lq].
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: left or softcap out of range.
+        RuntimeError: shapes, dtypes or devices that do not fit; an input that requires a gradient
+            while gradients are recorded.
+        NotImplementedError: complex or nested tensors; a forced backend that cannot serve the call.
+    """
+    if not _checks.plain(query, cache_key, cache_value):
+        query, cache_key, cache_value = _checks.settle(query, cache_key, cache_value)
+    _checks.check_sizes(query, cache_key, cache_value)
+    if torch.is_grad_enabled():
+        for name, t in (("query", query), ("cache_key", cache_key), ("cache_value", cache_value)):
+            if t.requires_grad:
+                raise RuntimeError(
+                    f"{name} requires a gradient, expected none: decode_attention has no backward, "
+                    "call it under torch.no_grad()"
+                )
+    batch, _, capacity, _ = cache_key.shape
+    _checks.per_sequence("lengths", lengths, torch.int32, (batch,), query)
+    if keep is not None:
+        _checks.per_sequence("keep", keep, torch.bool, (batch, capacity), query)
+    if left is not None and _checks.count("left", left) < 0:
+        raise ValueError(f"left is {left}, expected 0 or more, or None for no limit")
+    args, spec, _ = gather(query, capacity, scale=scale, softcap=softcap, sinks=sinks, alibi=alibi)
+    args = args._replace(keep=keep, lengths=lengths)
+    right = 0 if _checks.flag("causal", causal) else None
+    spec = spec._replace(left=left, right=right, bottom_right=True)
+    out, lse = run_decode(query, cache_key, cache_value, args, spec)
+    return (out, lse) if return_lse else out
+
+
+class Explanation(dict[str, "str | None"]):
+    """What each backend says to a call: None, or why it cannot serve it.  Prints as a small table.
+
+    Attributes:
+        chosen: name of the backend that would run, or None where no one can.
+        note: a sentence where the call goes another way than through a backend, else "".
+    """
+
+    chosen: str | None = None
+    note: str = ""
+
+    def __str__(self) -> str:
+        width = max(map(len, self), default=0)
+        lines = [
+            f"{name:{width}}  {'ok' if reason is None else reason}"
+            f"{'  <- chosen' if name == self.chosen else ''}"
+            for name, reason in self.items()
+        ]
+        return "\n".join([*lines, self.note] if self.note else lines)
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    return_lse: bool = False,
+) -> Explanation:
+    """Which backend an `attention` call with these arguments would run on, and why not the others.
+
+    Nothing is computed.  Takes the arguments of `attention`, and raises what it would raise.
+
+    Returns:
+        A dict from each backend's name to None or its reason, with `chosen` and `note`.
+    """
+    query, key, value = _checks.settle(query, key, value)
+    _checks.check_sizes(query, key, value)
+    args, spec, _ = gather(
+        query, key.shape[2], mask, bias, scale, softcap, sinks, alibi, dropout_p, seed
+    )
+    answers = Explanation(dispatch.explain(query, key, value, expanded(args, query, key), spec))
+    forced = dispatch.forced_backend()
+    usable = [name for name, reason in answers.items() if reason is None]
+    if forced is not None:
+        answers.chosen = forced if forced in usable else None
+    else:
+        answers.chosen = usable[0] if usable else None
+    if in_transform():
+        answers.chosen = None
+        answers.note = (
+            "under torch.func transforms and forward-mode AD every call runs as differentiable "
+            "PyTorch operations (those of the reference), whatever the backend"
+        )
+    elif torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (query, key, value, args.bias, args.sinks)
+    ):
+        answers.note = (
+            "second derivatives are recomputed as differentiable PyTorch operations (those of the "
+            "reference), whatever the backend"
+        )
+    return answers
