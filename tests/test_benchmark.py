@@ -40,6 +40,15 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = Case(1, 2, 65, 16)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Small tensors only; threads that wait for each other would be most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 class Clock:
     """Time passes only when a candidate says so."""
 
