@@ -1,10 +1,10 @@
-"""Real data with a right answer: dates as CLDR writes them in full, from English into other languages.
+"""Real data with a right answer: dates in full, from English into other languages, as CLDR has it.
 
     Saturday, September 4, 2021  ->  2021. szeptember 4., szombat
 
 Every date from 1900 to 2099, as Babel (the Unicode CLDR's data for Python) formats it.  Dates are
-held out, not pairs of texts: a validation or test date occurs in training in no language, so a model
-can only get it right by having learnt how each language writes a day, a month and a year.
+held out, not pairs of texts: a validation or test date occurs in training in no language, so a
+model can only get it right by having learnt how each language writes a day, a month and a year.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -46,6 +48,7 @@ LANGUAGES: dict[str, str] = {
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 SPECIAL = (PAD, BOS, EOS, UNK)
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = range(len(SPECIAL))
+_SPACE = "\u2581"  # what tokenizers writes for the space before a word
 
 
 class Example(NamedTuple):
@@ -130,12 +133,14 @@ def language_token(language: str) -> str:
 class DateTokenizer:
     """One vocabulary of subwords for all languages: byte-pair encoding learnt by ``tokenizers``.
 
-    Digits stay single tokens, so that a year is copied digit by digit and no year needs to have been
-    seen.  A source is ``<language> ... <eos>``, a target ``<bos> ... <eos>``.
+    Digits stay single tokens, so that a year is copied digit by digit and need not have been seen.
+    A source is ``<language> ... <eos>``, a target ``<bos> ... <eos>``.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        vocabulary = tokenizer.get_vocab()
+        self._language_ids = {code: vocabulary[language_token(code)] for code in LANGUAGES}
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int = 700) -> DateTokenizer:
@@ -148,7 +153,7 @@ class DateTokenizer:
                 pre_tokenizers.Metaspace(prepend_scheme="never"),
                 pre_tokenizers.Punctuation("isolated"),
                 # every digit its own token, with the space before it
-                pre_tokenizers.Split(Regex(r"\u2581?\d"), "isolated"),
+                pre_tokenizers.Split(Regex(rf"{_SPACE}?\d"), "isolated"),
             ]
         )
         tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
@@ -167,32 +172,41 @@ class DateTokenizer:
 
     def sources(self, examples: Sequence[Example]) -> list[list[int]]:
         """Token ids of the source texts: ``<language> text <eos>``."""
-        encoded = self._tokenizer.encode_batch_fast([e.source for e in examples])
-        first = {code: self._tokenizer.token_to_id(language_token(code)) for code in LANGUAGES}
+        encoded = self._tokenizer.encode_batch([e.source for e in examples])
         return [
-            [first[e.language], *line.ids, EOS_ID]
+            [self._language_ids[e.language], *line.ids, EOS_ID]
             for e, line in zip(examples, encoded, strict=True)
         ]
 
     def targets(self, examples: Sequence[Example]) -> list[list[int]]:
         """Token ids of the target texts: ``<bos> text <eos>``."""
-        encoded = self._tokenizer.encode_batch_fast([e.target for e in examples])
+        encoded = self._tokenizer.encode_batch([e.target for e in examples])
         return [[BOS_ID, *line.ids, EOS_ID] for line in encoded]
+
+    @staticmethod
+    def trimmed(ids: Iterable[int]) -> list[int]:
+        """``ids`` up to the first ``<eos>``, without it."""
+        return list(takewhile(lambda token: token != EOS_ID, ids))
 
     def text(self, ids: Iterable[int]) -> str:
         """The text of ``ids`` up to the first ``<eos>``; special tokens are left out."""
-        kept: list[int] = []
-        for token in ids:
-            if token == EOS_ID:
-                break
-            kept.append(int(token))
-        return str(self._tokenizer.decode(kept, skip_special_tokens=True))
+        return str(self._tokenizer.decode(self.trimmed(ids), skip_special_tokens=True))
+
+    def save(self, path: str | Path) -> None:
+        """Write the format of ``tokenizers``, one JSON file."""
+        self._tokenizer.save(str(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> DateTokenizer:
+        """Read what :meth:`save` wrote."""
+        from tokenizers import Tokenizer
+
+        return cls(Tokenizer.from_file(str(path)))
 
     def labels(self, ids: Iterable[int]) -> list[str]:
-        """Each id's token as an axis of a plot shows it, with word boundaries trimmed."""
-        return [
-            self._tokenizer.id_to_token(int(i)).replace("\u2581", " ").strip() or "␣" for i in ids
-        ]
+        """Each id's token as an axis of a plot shows it, without the space of a word's start."""
+        names = (self._tokenizer.id_to_token(int(i)) or UNK for i in ids)
+        return [name.replace(_SPACE, " ").strip() or "␣" for name in names]
 
 
 def pad_batch(rows: Sequence[Sequence[int]]) -> Tensor:
@@ -213,7 +227,7 @@ class Batch(NamedTuple):
 def bucketed_batches(
     examples: Sequence[Example], tokenizer: DateTokenizer, batch_size: int, rng: random.Random
 ) -> Iterator[Batch]:
-    """``examples`` in batches of ``batch_size`` of nearly equal lengths, the batches in random order.
+    """``examples`` in batches of ``batch_size`` of nearly equal lengths, in random order.
 
     Examples are sorted by length inside pools of 16 batches only, so that a batch still mixes dates
     and languages at random.

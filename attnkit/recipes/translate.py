@@ -1,0 +1,371 @@
+"""Train the encoder-decoder to write dates in other languages, and translate with it.
+
+loss = label-smoothed cross entropy of each target token given the source and the tokens before
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnkit.models import (
+    Seq2SeqConfig,
+    Seq2SeqTransformer,
+    cosine,
+    label_smoothed_cross_entropy,
+)
+from attnkit.recipes.dates import (
+    BOS_ID,
+    EOS_ID,
+    LANGUAGES,
+    PAD_ID,
+    Batch,
+    DateSplit,
+    DateTokenizer,
+    Example,
+    bucketed_batches,
+    every_language,
+    make_example,
+    pad_batch,
+    sample_examples,
+    split_dates,
+)
+
+TOKENIZER_FILE = "tokenizer.json"
+_POOL = 16  # batches that are drawn and sorted by length at a time
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides how a training run goes, apart from the machine.
+
+    Args:
+        seed: of the split of the dates, the initial values and the order of the batches.
+        d_model, num_heads, num_layers, d_ff: sizes of the model; encoder and decoder are as deep.
+        vocab_size: subwords of all languages together.
+        batch_size: pairs of a step.
+        learning_rate: the highest, at the end of the warm-up.
+        warmup: steps of linear rise; half a cosine follows.
+        steps: at the end of which the rate is down to a twentieth.
+        max_steps: at which training gives up; from ``steps`` on the rate stays low.
+        smoothing: of the labels.
+        clip: the largest norm of the gradient.
+        validate_every: steps between two validations.
+        validation_dates, test_dates: held out in every language.
+        goal: share of the validation dates right in every language at which training ends.
+    """
+
+    seed: int = 0
+    d_model: int = 128
+    num_heads: int = 4
+    num_layers: int = 2
+    d_ff: int = 256
+    vocab_size: int = 800
+    batch_size: int = 128
+    learning_rate: float = 3e-3
+    warmup: int = 60
+    steps: int = 400
+    max_steps: int = 800
+    smoothing: float = 0.1
+    clip: float = 1.0
+    validate_every: int = 25
+    validation_dates: int = 100
+    test_dates: int = 1000
+    goal: float = 1.0
+
+    def loss_floor(self, vocab_size: int) -> float:
+        """The least loss with ``smoothing``: the entropy of the smoothed labels, nats per token."""
+        rest = self.smoothing / vocab_size
+        top = 1.0 - self.smoothing + rest
+        entropy = -top * math.log(top)
+        return entropy - (vocab_size - 1) * rest * math.log(rest) if rest else entropy
+
+
+@dataclass(frozen=True)
+class Task:
+    """The dates in three parts, and the subwords learnt from texts of the first."""
+
+    split: DateSplit
+    tokenizer: DateTokenizer
+
+    @classmethod
+    def prepare(cls, recipe: Recipe, texts: int = 8000) -> Task:
+        """Split the dates and learn the subwords from ``texts`` training pairs."""
+        split = split_dates(recipe.seed, validation=recipe.validation_dates, test=recipe.test_dates)
+        some = sample_examples(split.train, texts, random.Random(recipe.seed))
+        written = (text for example in some for text in (example.source, example.target))
+        return cls(split, DateTokenizer.train(written, recipe.vocab_size))
+
+
+@dataclass
+class History:
+    """What happened in training, step by step."""
+
+    losses: list[float] = field(default_factory=list)  # of each step, nats per token
+    learning_rates: list[float] = field(default_factory=list)  # of each step
+    validations: list[tuple[int, float]] = field(default_factory=list)  # step, Score.share
+    tokens: int = 0  # source and target tokens seen, without padding
+    seconds: float = 0.0  # of training, validations included
+
+    @property
+    def steps(self) -> int:
+        """Steps done."""
+        return len(self.losses)
+
+
+class Mistake(NamedTuple):
+    """A translation that is not exactly the right text."""
+
+    example: Example
+    found: str
+
+
+@dataclass(frozen=True)
+class Score:
+    """How many of ``dates`` were translated exactly: into every language, not a letter wrong."""
+
+    dates: int
+    right: int
+    translations: int
+    mistakes: tuple[Mistake, ...]
+
+    @property
+    def share(self) -> float:
+        """Dates right in every language, as a part of all; 0 when there were none."""
+        return self.right / self.dates if self.dates else 0.0
+
+    @property
+    def translations_share(self) -> float:
+        """The same of single translations."""
+        return 1.0 - len(self.mistakes) / self.translations if self.translations else 0.0
+
+
+def build_model(recipe: Recipe, vocab_size: int) -> Seq2SeqTransformer:
+    """An untrained model with one embedding for source, target and output; Pre-Norm."""
+    return Seq2SeqTransformer(
+        Seq2SeqConfig(
+            src_vocab=vocab_size,
+            tgt_vocab=vocab_size,
+            d_model=recipe.d_model,
+            num_heads=recipe.num_heads,
+            num_encoder_layers=recipe.num_layers,
+            num_decoder_layers=recipe.num_layers,
+            d_ff=recipe.d_ff,
+            dropout=0.0,  # no pair is seen twice, so there is nothing to learn by heart
+            max_length=64,
+            norm_first=True,
+            tie_embeddings=True,
+            share_embeddings=True,
+            pad_id=PAD_ID,
+            bos_id=BOS_ID,
+            eos_id=EOS_ID,
+        )
+    )
+
+
+class Translator:
+    """A model with its subwords: text in, text out."""
+
+    def __init__(self, model: Seq2SeqTransformer, tokenizer: DateTokenizer) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    def sources(self, examples: Sequence[Example]) -> Tensor:
+        """The source tokens [B, S] of ``examples`` on the model's device."""
+        return pad_batch(self.tokenizer.sources(examples)).to(self.device)
+
+    def translate(
+        self, examples: Sequence[Example], *, num_beams: int = 1, batch_size: int = 1024
+    ) -> list[str]:
+        """The model's text for each of ``examples`` (their targets are not looked at)."""
+        texts: list[str] = []
+        for start in range(0, len(examples), batch_size):
+            source = self.sources(examples[start : start + batch_size])
+            found = self.model.generate(source, num_beams=num_beams)
+            texts += map(self.tokenizer.text, found.tokens.tolist())
+        return texts
+
+    def score(self, examples: Sequence[Example]) -> Score:
+        """Translate ``examples`` greedily and compare with their targets."""
+        # by length, so that a batch's steps are few where its targets are short
+        ordered = sorted(examples, key=lambda example: (example.language, example.day))
+        found = self.translate(ordered)
+        mistakes = tuple(
+            Mistake(example, text)
+            for example, text in zip(ordered, found, strict=True)
+            if text != example.target
+        )
+        days = {example.day for example in ordered}
+        wrong = {mistake.example.day for mistake in mistakes}
+        return Score(len(days), len(days) - len(wrong), len(ordered), mistakes)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write the model (safetensors and its config) and the tokenizer."""
+        self.model.save_pretrained(directory)
+        self.tokenizer.save(Path(directory) / TOKENIZER_FILE)
+
+    @classmethod
+    def from_pretrained(
+        cls, directory: str | Path, device: torch.device | str = "cpu"
+    ) -> Translator:
+        """Read what :meth:`save_pretrained` wrote."""
+        model = Seq2SeqTransformer.from_pretrained(directory, device)
+        return cls(model, DateTokenizer.load(Path(directory) / TOKENIZER_FILE))
+
+
+def train(
+    task: Task,
+    recipe: Recipe,
+    device: torch.device | str = "cpu",
+    *,
+    on_step: Callable[[History], object] | None = None,
+    on_validation: Callable[[History, Score], object] | None = None,
+) -> tuple[Translator, History]:
+    """Train a new model until the goal is reached on the validation dates, or ``max_steps``.
+
+    Args:
+        task: dates and subwords.
+        recipe: sizes, rates and the goal.
+        device: where to train.
+        on_step: called after each step.
+        on_validation: called after each validation.
+    """
+    torch.manual_seed(recipe.seed)
+    model = build_model(recipe, task.tokenizer.vocab_size).to(device).train()
+    translator = Translator(model, task.tokenizer)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
+    )
+    schedule = cosine(optimizer, recipe.warmup, recipe.steps, floor=0.05)
+    validation = every_language(task.split.validation)
+    history = History()
+    start = time.perf_counter()
+    for batch in _batches(task, recipe):
+        source, target = batch.source.to(device), batch.target.to(device)
+        history.learning_rates.append(optimizer.param_groups[0]["lr"])
+        logits = model(source, target[:, :-1])
+        loss = label_smoothed_cross_entropy(logits, target[:, 1:], recipe.smoothing, PAD_ID)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+        optimizer.step()
+        schedule.step()
+        history.losses.append(float(loss))
+        history.tokens += int((batch.source != PAD_ID).sum() + (batch.target != PAD_ID).sum())
+        history.seconds = time.perf_counter() - start
+        if on_step is not None:
+            on_step(history)
+        if history.steps % recipe.validate_every == 0 or history.steps == recipe.max_steps:
+            score = translator.score(validation)
+            history.validations.append((history.steps, score.share))
+            history.seconds = time.perf_counter() - start
+            if on_validation is not None:
+                on_validation(history, score)
+            if score.share >= recipe.goal or history.steps >= recipe.max_steps:
+                break
+    model.eval()
+    return translator, history
+
+
+def _batches(task: Task, recipe: Recipe) -> Iterator[Batch]:
+    """Training batches without end."""
+    rng = random.Random(recipe.seed)
+    while True:
+        drawn = sample_examples(task.split.train, _POOL * recipe.batch_size, rng)
+        yield from bucketed_batches(drawn, task.tokenizer, recipe.batch_size, rng)
+
+
+class Speed(NamedTuple):
+    """How fast a way of generating was."""
+
+    num_beams: int
+    use_cache: bool
+    tokens: int  # generated, ends included
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of the hypotheses that were returned, per second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+class GenerationCheck(NamedTuple):
+    """Speeds of the ways to generate, and how many rows differed with and without the cache."""
+
+    speeds: tuple[Speed, ...]
+    rows: int
+    different: int
+
+
+def generation_speeds(
+    translator: Translator, examples: Sequence[Example], *, num_beams: int = 4, rounds: int = 3
+) -> GenerationCheck:
+    """Time greedy and beam search, with and without the cache, in turn; the best round counts."""
+    source = translator.sources(examples)
+    ways = [(beams, cached) for beams in (1, num_beams) for cached in (True, False)]
+    best = dict.fromkeys(ways, math.inf)
+    found = {}
+    for _ in range(rounds):
+        for beams, cached in ways:
+            start = time.perf_counter()
+            found[beams, cached] = translator.model.generate(
+                source, num_beams=beams, use_cache=cached
+            )
+            if source.is_cuda:
+                torch.cuda.synchronize(source.device)
+            best[beams, cached] = min(best[beams, cached], time.perf_counter() - start)
+    different = 0
+    for beams in (1, num_beams):
+        pair = [found[beams, cached].tokens.tolist() for cached in (True, False)]
+        texts = [[translator.tokenizer.trimmed(row) for row in rows] for rows in pair]
+        different += sum(a != b for a, b in zip(*texts, strict=True))
+    speeds = tuple(Speed(*way, int(found[way].lengths.sum()), best[way]) for way in ways)
+    return GenerationCheck(speeds, 2 * len(examples), different)
+
+
+class Alignment(NamedTuple):
+    """Where the decoder looked while it wrote: weights [T, S] of its last layer, heads averaged."""
+
+    example: Example
+    rows: list[str]  # tokens written, the end included
+    columns: list[str]  # source tokens
+    weights: Tensor
+
+
+def alignment(translator: Translator, example: Example, layer: int = -1) -> Alignment:
+    """Cross-attention of one translation: row t shows where the model looked to write token t."""
+    tokenizer = translator.tokenizer
+    source = translator.sources([example])
+    written = translator.model.generate(source).tokens  # [1, T]
+    begin = written.new_full((1, 1), BOS_ID)
+    fed = torch.cat([begin, written[:, :-1]], dim=1)  # row t holds what is known before token t
+    weights = translator.model.attention_maps(source, fed, layer, kind="cross")[0].mean(0)
+    return Alignment(
+        example,
+        tokenizer.labels(written[0].tolist()),
+        tokenizer.labels(source[0].tolist()),
+        weights.cpu(),
+    )
+
+
+def samples(translator: Translator, day_examples: Sequence[Example]) -> list[tuple[Example, str]]:
+    """Each example with the model's text."""
+    return list(zip(day_examples, translator.translate(day_examples), strict=True))
+
+
+def one_day_everywhere(task: Task, index: int = 0) -> list[Example]:
+    """A test date in each language."""
+    return [make_example(task.split.test[index], language) for language in LANGUAGES]

@@ -1,0 +1,357 @@
+"""Pictures of attention, training and speed, and one HTML page that holds everything by itself.
+
+Colours are those of Okabe and Ito and of the map "cividis": told apart whatever one's colour
+vision.  Drawing needs matplotlib, the page jinja2; both are imported when they are used.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from attnkit.benchmark import Results
+
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#8C8C8C"
+IMPLEMENTATION_COLOURS = {"attnkit": BLUE, "torch": ORANGE, "naive": GREY}
+IMPLEMENTATION_NAMES = {
+    "attnkit": "attnkit",
+    "torch": "PyTorch SDPA",
+    "naive": "naive (softmax(QKᵀ)V)",
+}
+DPI = 150
+_MORE_FONTS = (  # looked for when the usual font lacks a glyph
+    *("Noto Sans CJK JP", "Noto Sans CJK SC", "Noto Sans JP", "Noto Sans SC", "Source Han Sans"),
+    *(
+        "WenQuanYi Zen Hei",
+        "WenQuanYi Micro Hei",
+        "IPAexGothic",
+        "IPAGothic",
+        "Droid Sans Fallback",
+    ),
+    *("Hiragino Sans", "PingFang SC", "Microsoft YaHei", "Yu Gothic", "Malgun Gothic"),
+)
+
+
+class MissingExtraError(ImportError):
+    """An optional dependency is not installed; the message names the extra that has it."""
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of ``width`` x ``height`` inches, apart from pyplot and its global state."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError(
+            f"drawing needs matplotlib, which does not import ({error}): "
+            "pip install 'attnkit[demo]'"
+        ) from error
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Figure, path: str | Path, caption: str = "") -> Path:
+    """Write the figure as PNG, with ``caption`` small below it; missing folders are made."""
+    if caption:
+        figure.supxlabel(caption, fontsize=6.5, color="#555555", x=0.01, ha="left")
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # a fixed "Software" entry: the same picture is the same bytes under every matplotlib version
+    figure.savefig(path, format="png", metadata={"Software": "attnkit"})
+    return path
+
+
+# --- glyphs ------------------------------------------------------------------------------------
+
+
+@cache
+def _glyphs(font_file: str) -> frozenset[int]:
+    from matplotlib.ft2font import FT2Font
+
+    return frozenset(FT2Font(font_file).get_charmap())
+
+
+def fonts_for(text: str) -> list[str] | None:
+    """Names of installed fonts that together have every glyph of ``text``; None if there are none.
+
+    Scripts that need shaping (Arabic, Devanagari...) have glyphs here, but matplotlib before 3.11
+    joins none of them: leave such text to a browser.
+    """
+    from matplotlib.font_manager import FontProperties, findfont, fontManager
+
+    usual = "DejaVu Sans"  # comes with matplotlib
+    missing = {ord(c) for c in text if not c.isspace()} - _glyphs(findfont(FontProperties([usual])))
+    fonts = [usual]
+    files = {font.name: font.fname for font in fontManager.ttflist}
+    for name in _MORE_FONTS:
+        if missing and name in files and missing & _glyphs(files[name]):
+            fonts.append(name)
+            missing -= _glyphs(files[name])
+    return None if missing else fonts
+
+
+# --- attention ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Weights [L, S] with the token of each row (a query) and of each column (a key)."""
+
+    title: str
+    weights: Tensor
+    rows: Sequence[str]
+    columns: Sequence[str]
+
+    def __post_init__(self) -> None:
+        expected = (len(self.rows), len(self.columns))
+        if tuple(self.weights.shape) != expected:
+            raise ValueError(
+                f"weights is {tuple(self.weights.shape)}, expected {expected}: "
+                "the numbers of rows and of columns"
+            )
+
+
+def heat_maps(
+    maps: Sequence[HeatMap],
+    path: str | Path,
+    *,
+    row_label: str = "query",
+    column_label: str = "key",
+    title: str = "",
+    caption: str = "",
+) -> Path:
+    """Write ``maps`` side by side, two in a row, as a PNG; darker to brighter is weight 0 to 1."""
+    if not maps:
+        raise ValueError("maps is empty, expected at least one HeatMap")
+    across = min(2, len(maps))
+    down = math.ceil(len(maps) / across)
+    tall = max(len(m.rows) for m in maps)
+    wide = max(len(m.columns) for m in maps)
+    figure = new_figure(1.6 + across * (1.1 + 0.3 * wide), 1.0 + down * (1.3 + 0.27 * tall))
+    axes = figure.subplots(down, across, squeeze=False).ravel()
+    image = None
+    for axis, one in zip(axes, maps, strict=False):
+        image = axis.imshow(
+            one.weights.detach().float().cpu().numpy(),
+            cmap="cividis",
+            vmin=0.0,
+            vmax=1.0,
+            aspect="auto",
+        )
+        _token_axes(axis, one)
+        axis.set_ylabel(row_label)
+        axis.set_xlabel(column_label)
+    for axis in axes[len(maps) :]:
+        axis.set_visible(False)
+    assert image is not None  # there is at least one map
+    figure.colorbar(image, ax=list(axes), label="attention weight", shrink=0.6, aspect=30)
+    if title:
+        figure.suptitle(title, fontsize=12)
+    return save(figure, path, caption)
+
+
+def _token_axes(axis: Axes, one: HeatMap) -> None:
+    text = "".join([one.title, *one.rows, *one.columns])
+    fonts = fonts_for(text) or ["DejaVu Sans"]
+    axis.set_title(one.title, fontsize=10, fontfamily=fonts)
+    axis.set_xticks(
+        range(len(one.columns)), one.columns, rotation=60, ha="right", rotation_mode="anchor"
+    )
+    axis.set_yticks(range(len(one.rows)), one.rows)
+    for label in (*axis.get_xticklabels(), *axis.get_yticklabels()):
+        label.set_fontfamily(fonts)
+        label.set_fontsize(8.5)
+    axis.tick_params(length=0)
+    # white lines between the cells
+    axis.set_xticks([x - 0.5 for x in range(1, len(one.columns))], minor=True)
+    axis.set_yticks([y - 0.5 for y in range(1, len(one.rows))], minor=True)
+    axis.grid(which="minor", color="white", linewidth=0.4)
+    axis.tick_params(which="minor", length=0)
+    axis.spines[:].set_visible(False)
+
+
+# --- training ----------------------------------------------------------------------------------
+
+
+def training_curves(
+    losses: Sequence[float],
+    learning_rates: Sequence[float],
+    exact: Sequence[tuple[int, float]],
+    path: str | Path,
+    *,
+    floor: float | None = None,
+    target: float | None = None,
+    title: str = "",
+    caption: str = "",
+) -> Path:
+    """Write loss, share of exact translations and learning rate over the steps, as a PNG.
+
+    Args:
+        losses: of each step, in nats per token.
+        learning_rates: of each step.
+        exact: (step, share in 0..1) of each validation.
+        path: of the PNG.
+        floor: the lowest loss that label smoothing allows.
+        target: the share to reach.
+        title: of the figure.
+        caption: small text below.
+    """
+    figure = new_figure(7.5, 6.2)
+    loss_axis, exact_axis, rate_axis = figure.subplots(
+        3, 1, sharex=True, gridspec_kw={"height_ratios": [3, 2, 1]}
+    )
+    steps = range(1, len(losses) + 1)
+    loss_axis.plot(steps, losses, color=BLUE, linewidth=0.8, alpha=0.35)
+    loss_axis.plot(steps, _smooth(losses), color=BLUE, linewidth=1.8, label="training loss")
+    loss_axis.set_ylabel("loss (nats per token)")
+    loss_axis.set_ylim(bottom=0)
+    if floor is not None:
+        loss_axis.axhline(floor, color=GREY, linestyle="--", linewidth=1)
+        loss_axis.annotate(
+            f"lowest possible with label smoothing: {floor:.3f}",
+            (0.99, floor),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, -4),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            fontsize=8,
+            color="#555555",
+        )
+    loss_axis.legend(loc="upper right", frameon=False)
+
+    where = [step for step, _ in exact]
+    share = [100 * value for _, value in exact]
+    exact_axis.plot(where, share, color=GREEN, marker="o", markersize=4, label="validation dates")
+    if target is not None:
+        exact_axis.axhline(100 * target, color=GREY, linestyle="--", linewidth=1)
+        exact_axis.annotate(
+            f"goal {100 * target:g}%",
+            (0.01, 100 * target),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, -4),
+            textcoords="offset points",
+            va="top",
+            fontsize=8,
+            color="#555555",
+        )
+    exact_axis.set_ylim(-3, 106)
+    exact_axis.set_ylabel("translated exactly (%)")
+    exact_axis.legend(loc="lower right", frameon=False)
+
+    rate_axis.plot(steps, [1e3 * rate for rate in learning_rates], color=ORANGE)
+    rate_axis.set_ylabel("learning\nrate (10⁻³)")
+    rate_axis.set_ylim(bottom=0)
+    rate_axis.set_xlabel("step")
+    for axis in (loss_axis, exact_axis, rate_axis):
+        axis.grid(color="#DDDDDD", linewidth=0.6)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.align_ylabels()
+    if title:
+        figure.suptitle(title, fontsize=12)
+    return save(figure, path, caption)
+
+
+def _smooth(values: Sequence[float], weight: float = 0.1) -> list[float]:
+    """Exponential moving average, free of the bias towards its start."""
+    average, total = 0.0, 0.0
+    smoothed = []
+    for value in values:
+        average += weight * (value - average)
+        total += weight * (1.0 - total)
+        smoothed.append(average / total)
+    return smoothed
+
+
+# --- speed -------------------------------------------------------------------------------------
+
+
+def speed_bars(results: Results, path: str | Path, *, title: str = "", caption: str = "") -> Path:
+    """Write the time and the peak memory of each group of ``results`` as bars, as a PNG."""
+    groups = list(dict.fromkeys(row.group for row in results.rows))
+    names = [n for n in IMPLEMENTATION_NAMES if any(r.implementation == n for r in results.rows)]
+    figure = new_figure(10.5, 1.3 + 0.62 * len(groups))
+    time_axis, memory_axis = figure.subplots(1, 2, sharey=True)
+    height = 0.8 / len(names)
+    for position, name in enumerate(names):
+        rows = {row.group: row for row in results.rows if row.implementation == name}
+        places = [g + (position - (len(names) - 1) / 2) * height for g in range(len(groups))]
+        style: dict[str, Any] = {
+            "height": 0.92 * height,
+            "color": IMPLEMENTATION_COLOURS[name],
+            "label": IMPLEMENTATION_NAMES[name],
+        }
+        seconds = [rows[g].samples.median if g in rows else 0.0 for g in groups]
+        memory = [(rows[g].extra_bytes or 0) / 2**20 if g in rows else 0.0 for g in groups]
+        _bars(time_axis, places, [1e3 * s for s in seconds], style)
+        _bars(memory_axis, places, memory, style)
+    time_axis.set_yticks(range(len(groups)), groups)
+    time_axis.invert_yaxis()
+    time_axis.set_xlabel("median time of a call (ms, logarithmic)")
+    memory_axis.set_xlabel("peak memory beyond the inputs (MiB, logarithmic)")
+    for axis in (time_axis, memory_axis):
+        axis.tick_params(axis="y", length=0)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="x", color="#DDDDDD", linewidth=0.6)
+        axis.set_axisbelow(True)
+    handles, labels = time_axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper right", ncols=len(names), frameon=False)
+    if title:
+        figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+    return save(figure, path, caption)
+
+
+def _bars(axis: Axes, places: list[float], values: list[float], style: dict[str, Any]) -> None:
+    some = [(p, v) for p, v in zip(places, values, strict=True) if v > 0]
+    if not some:
+        return
+    axis.set_xscale("log")
+    bars = axis.barh([p for p, _ in some], [v for _, v in some], **style)
+    axis.bar_label(bars, [f"{v:.3g}" for _, v in some], fontsize=7, padding=2)
+    low, high = axis.get_xlim()
+    axis.set_xlim(min(low, 0.5 * min(v for _, v in some)), max(high, 2.2 * max(v for _, v in some)))
+
+
+# --- the page ----------------------------------------------------------------------------------
+
+
+def embedded(path: str | Path) -> str:
+    """A PNG file as a ``data:`` address, so that a page needs no other file."""
+    return "data:image/png;base64," + base64.b64encode(Path(path).read_bytes()).decode("ascii")
+
+
+def cell_style(weight: float) -> str:
+    """CSS of a table cell whose darkness shows an attention weight in 0..1."""
+    # from white to the blue of the bars; white letters would be needed on neither
+    share = min(max(weight, 0.0), 1.0)
+    colour = [round(255 + share * (part - 255)) for part in (64, 140, 205)]
+    return "background:rgb({},{},{})".format(*colour)
+
+
+def write_page(path: str | Path, content: Mapping[str, Any]) -> Path:
+    """Write the page of a demo run from ``content`` (see demo_page.html.j2); text is escaped."""
+    from jinja2 import Environment, StrictUndefined
+
+    template = resources.files("attnkit").joinpath("demo_page.html.j2").read_text("utf-8")
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["embedded"] = embedded
+    environment.filters["cell_style"] = cell_style
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(environment.from_string(template).render(content), encoding="utf-8")
+    return path
