@@ -52,11 +52,10 @@ struct AttentionParams {
   double scale = 1, softcap = 0, dropout = 0;
   uint64_t seed = 0;
 
-  // The backward pass only.
-  Array dout, dq, dk, dv, dbias;  // dbias: stride 0 and size 1 where it was broadcast
+  // The backward pass only (out and lse are inputs then).
+  Array dout, dq, dk, dv, dbias;  // data == nullptr where not wanted
   const void* dlse = nullptr;     // like lse, or nullptr
-  double* dsinks = nullptr;       // [entries, q_heads], one partial sum per sequence and head
-  bool want_dq = true, want_dk = true, want_dv = true;
+  double* dsinks = nullptr;       // [sequences, q_heads, ceil(max_lq / kBlock)] partial sums
   int64_t bias_batch = 1, bias_head = 1, bias_row = 1, bias_column = 1;  // sizes of dbias
 };
 
@@ -71,6 +70,7 @@ struct Kernels {
   const char* name;
   void (*forward)(const AttentionParams&, const Team&);
   void (*backward)(const AttentionParams&, const Team&);
+  void (*bias_gradient)(const AttentionParams&, const Team&);
   void (*decode)(const AttentionParams&, const Team&);
   int64_t (*probe_fma)(int64_t iterations);
   double (*probe_read)(const void* data, int64_t bytes);

@@ -87,6 +87,7 @@ ATTNKIT_INLINE void multiply_add(const typename Op::Element* __restrict a, int64
                                  const typename Op::Element* __restrict b, int64_t depth,
                                  Vec<typename Op::Real> (&c)[M][N]) {
   using T = typename Op::Real;
+#pragma GCC unroll 2
   for (int64_t k = 0; k < depth; k += Op::kPair) {
     decltype(Op::operand(b)) bv[N];
 #pragma GCC unroll 4
@@ -108,6 +109,7 @@ ATTNKIT_INLINE void multiply_add_transposed(const typename Op::Element* __restri
                                             const typename Op::Element* __restrict b, int64_t depth,
                                             Vec<typename Op::Real> (&c)[M][N]) {
   using T = typename Op::Real;
+#pragma GCC unroll 2
   for (int64_t k = 0; k < depth; k += Op::kPair) {
     decltype(Op::operand(b)) bv[N];
 #pragma GCC unroll 4

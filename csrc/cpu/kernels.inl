@@ -11,6 +11,8 @@
 #include "philox.inl"
 #include "scores.inl"
 #include "forward.inl"
+#include "backward.inl"
+#include "bias_gradient.inl"
 
 #if defined(ATTNKIT_ISA_AVX512_BF16) || defined(ATTNKIT_ISA_WIDE)
 using Bf16Operand = Bf16Pairs;
@@ -30,5 +32,13 @@ void run(const AttentionParams& p, const Team& team) {
     Pass<Plain<float>>(p, team).run();
 }
 
+inline void bias_gradient(const AttentionParams& p, const Team& team) {
+  if (p.q.dtype == DType::kFloat64)
+    BiasGradient<double>(p, team).run();
+  else
+    BiasGradient<float>(p, team).run();
+}
+
 extern const Kernels kKernels;
-const Kernels kKernels = {ATTNKIT_ISA_NAME, run<Forward>, nullptr, nullptr, nullptr, nullptr};
+const Kernels kKernels = {ATTNKIT_ISA_NAME, run<Forward>, run<Backward>, bias_gradient,
+                          nullptr,          nullptr,      nullptr};

@@ -302,6 +302,74 @@ std::tuple<Tensor, Tensor> decode(const Tensor& q, const Tensor& k, const Tensor
   return {out, lse};
 }
 
+// An empty gradient stands for "not wanted".
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Gradients backward(const Tensor& dout, const MaybeTensor& dlse, const Tensor& q, const Tensor& k,
+                   const Tensor& v, const Tensor& out, const Tensor& lse, ATTNKIT_PARAMETERS,
+                   bool want_dq, bool want_dk, bool want_dv, bool want_dbias, bool want_dsinks) {
+  Call call(q, k, v, ATTNKIT_OPTIONS, false);
+  AttentionParams& p = call.p;
+  const ScalarType real = lse_dtype(q);
+  STD_TORCH_CHECK(dout.scalar_type() == q.scalar_type() && lse.scalar_type() == real,
+                  "dout must have the dtype of q, and lse the accumulation dtype");
+  p.dout = array_of(dout, "dout");
+  p.out = array_of(out, "out");
+  const Tensor whole_lse = lse.is_contiguous() ? lse : torch::stable::contiguous(lse);
+  const MaybeTensor whole_dlse = contiguous(dlse, real, "dlse");
+  p.lse = const_cast<void*>(whole_lse.const_data_ptr());
+  p.dlse = data_of<void>(whole_dlse);
+
+  const auto none = [&] { return empty({0}, q.scalar_type()); };
+  const bool packed = cu_seqlens_q.has_value();
+  // keys past a length, and rows of no sequence, are never visited: their gradient is 0
+  const auto gradient = [&](bool wanted, const Tensor& of, bool partly, Array& array) {
+    if (!wanted) return none();
+    Tensor g = empty_like_layout(of, of.size(3));
+    if (partly) torch::stable::zero_(g);
+    array = array_of(g, "gradient");
+    return g;
+  };
+  const bool partly = packed || lengths.has_value();
+  Tensor dq = gradient(want_dq, q, packed, p.dq);
+  Tensor dk = gradient(want_dk, k, partly, p.dk);
+  Tensor dv = gradient(want_dv, v, partly, p.dv);
+  const Team team = team_for(2.5 * call.flops);
+
+  const int64_t slots = (p.max_lq + kBlock - 1) / kBlock;
+  std::vector<double> sink_sums;
+  if (want_dsinks) {
+    sink_sums.assign(p.sequences * p.q_heads * slots, 0.0);
+    p.dsinks = sink_sums.data();
+  }
+  if (want_dq || want_dk || want_dv || want_dsinks) kernels().backward(p, team);
+
+  Tensor dsinks = none(), dbias = none();
+  if (want_dsinks) {
+    dsinks = empty({p.q_heads}, sinks->scalar_type());
+    for (int64_t h = 0; h < p.q_heads; ++h) {
+      double sum = 0;
+      for (int64_t s = 0; s < p.sequences; ++s)
+        for (int64_t x = 0; x < slots; ++x) sum += sink_sums[(s * p.q_heads + h) * slots + x];
+      if (dsinks.scalar_type() == ScalarType::Double)
+        static_cast<double*>(dsinks.mutable_data_ptr())[h] = sum;
+      else
+        static_cast<float*>(dsinks.mutable_data_ptr())[h] = static_cast<float>(sum);
+    }
+  }
+  if (want_dbias) {
+    std::vector<int64_t> sizes;
+    for (int64_t d = 0; d < 4; ++d) sizes.push_back(bias->stride(d) == 0 ? 1 : bias->size(d));
+    dbias = empty(sizes, bias->scalar_type());
+    p.dbias = array_of(dbias, "dbias");
+    p.bias_batch = sizes[0], p.bias_head = sizes[1], p.bias_row = sizes[2];
+    p.bias_column = sizes[3];
+    if (lengths.has_value() || call.flops == 0) torch::stable::zero_(dbias);
+    kernels().bias_gradient(p, team);
+  }
+  return {dq, dk, dv, dbias, dsinks};
+}
+
 std::string instruction_sets() {
   std::string all = kernels().name;
   for (const std::string& name : available_instruction_sets()) all += "," + name;
@@ -313,6 +381,7 @@ std::string instruction_sets() {
 
 STABLE_TORCH_LIBRARY_IMPL(attnkit, CPU, m) {
   m.impl("cpu_forward", TORCH_BOX(&attnkit::forward));
+  m.impl("cpu_backward", TORCH_BOX(&attnkit::backward));
   m.impl("cpu_decode", TORCH_BOX(&attnkit::decode));
 }
 

@@ -266,6 +266,30 @@ bool pack_rows(const Rows& rows, int64_t rounded, typename Op::Real factor,
   return finite;
 }
 
+// sum(a * b) over n columns of one row of each, in the accumulation type.
+template <class T>
+T dot_of_rows(const char* a, const Array& of_a, const char* b, const Array& of_b, int64_t columns) {
+  constexpr int64_t kStep = kLanes<T>;
+  Vec<T> sum{};
+  for (int64_t d = 0; d < columns; d += kStep) {
+    T x[kStep] = {}, y[kStep] = {};
+    const int64_t n = lesser(kStep, columns - d);
+    load_row(a + d * of_a.column * bytes_of(of_a.dtype), of_a.dtype, of_a.column, n, x);
+    load_row(b + d * of_b.column * bytes_of(of_b.dtype), of_b.dtype, of_b.column, n, y);
+    sum += load(x) * load(y);
+  }
+  return sum_lanes<T>(sum);
+}
+
+// delta = rowsum(dO * O) - dlse of query `row` of the tensors.
+template <class T>
+T delta_of(const AttentionParams& p, int64_t entry, int64_t h, int64_t row) {
+  const T delta = dot_of_rows<T>(row_of(p.dout, entry, h, row), p.dout,
+                                 row_of(p.out, entry, h, row), p.out, p.value_dim);
+  return p.dlse ? delta - static_cast<const T*>(p.dlse)[(entry * p.q_heads + h) * p.q_rows + row]
+                : delta;
+}
+
 // Accumulated values as an operand (rounded for pairs).
 ATTNKIT_INLINE void store_element(float* to, Vec<float> v) { store(to, v); }
 ATTNKIT_INLINE void store_element(double* to, Vec<double> v) { store(to, v); }

@@ -186,9 +186,10 @@ class Head {
   // Key j against n queries from i, all in one block.  `bias` is the matching line, or nullptr.
   void column(int64_t j, int64_t i, int64_t n, T* s, const T* bias, T* slope) const {
     Line<T> line{i, n, first_query(j), last_query(j + 1), j - s_.off};
-    line.hidden = (keys_.keep && !keys_.keep[j]) || j >= s_.lk ||
+    line.hidden = j >= s_.lk || (keys_.keep && !keys_.keep[j]) ||
                   (blocks_ && !flag(i / kBlock, j / kBlock));
-    if (queries_.segment) line.segment = queries_.segment + i, line.id = keys_.segment[j];
+    if (queries_.segment && !line.hidden)
+      line.segment = queries_.segment + i, line.id = keys_.segment[j];
     line.bias = bias;
     finish_scores(line, softcap_, alibi_, s, slope);
   }

@@ -55,7 +55,7 @@ constexpr T kInfinity = static_cast<T>(__builtin_inf());
 
 template <class T>
 ATTNKIT_INLINE Vec<T> splat(T x) {
-  return Vec<T>{} + x;
+  return x - Vec<T>{};  // x - 0 is x, also for -0: no arithmetic is left of it
 }
 
 template <class T>

@@ -1,0 +1,439 @@
+// dV = P^T dO;  dS = P * (dO V^T - delta);  dQ = scale dS K;  dK = scale dS^T Q,
+// with P recomputed from the scores and lse, and delta = rowsum(dO * O) - dlse.
+//
+// Everything is computed transposed, a strip of kRows keys against a block of 64 queries: P^T and
+// dS^T come out of the registers as the rows that dV and dK multiply with, and dS^T is the
+// (transposed) left operand of dQ.  A task is one chunk of keys of one kv head, with its dK and dV
+// in private memory.  dQ is summed over chunks in their order: a turnstile per block of queries lets
+// chunk c in after chunk c - 1, so the bits do not depend on the number of threads.
+
+constexpr int64_t kKeyChunk = 16 * kRows;
+constexpr int kQueryRows = 4;  // rows of a dQ tile: kBlock is a multiple, and 4 x kColumns fit
+
+// The queries of one head, ready to multiply with.
+template <class Op>
+struct PackedQueries {
+  using T = typename Op::Real;
+  typename Op::Element *q_columns = nullptr, *g_columns = nullptr;  // q, dO as transposed panels
+  typename Op::Element *q_rows = nullptr, *g_rows = nullptr;        // q, dO as row panels
+  T *lse = nullptr, *delta = nullptr;
+  int64_t q_panel = 0, g_panel = 0;
+
+  void layout(Workspace& w, int64_t rows, int64_t head_dim, int64_t value_dim) {
+    w.take(q_columns, rows * depth_of<Op>(head_dim));
+    w.take(g_columns, rows * depth_of<Op>(value_dim));
+    w.take(q_rows, rows * ceil_to(head_dim, kPanel<T>));
+    w.take(g_rows, rows * ceil_to(value_dim, kPanel<T>));
+    w.take(lse, rows);
+    w.take(delta, rows);
+    q_panel = g_panel = rows * kPanel<T>;
+  }
+  PackedQueries from(int64_t row, int64_t head_dim, int64_t value_dim) const {
+    PackedQueries r = *this;
+    r.q_columns += row * depth_of<Op>(head_dim);
+    r.g_columns += row * depth_of<Op>(value_dim);
+    r.q_rows += row * kPanel<T>;
+    r.g_rows += row * kPanel<T>;
+    r.lse += row;
+    r.delta += row;
+    return r;
+  }
+};
+
+template <class Op>
+class Backward {
+  using T = typename Op::Real;
+  using Element = typename Op::Element;
+
+ public:
+  Backward(const AttentionParams& p, const Team& team)
+      : p_(p),
+        team_(team),
+        group_(p.q_heads / greater<int64_t>(p.kv_heads, 1)),
+        k_ld_(ceil_to(p.head_dim, Op::kPair)),
+        v_ld_(ceil_to(p.value_dim, Op::kPair)),
+        dk_ld_(ceil_to(p.head_dim, kPanel<T>)),
+        dv_ld_(ceil_to(p.value_dim, kPanel<T>)),
+        dk_columns_(ceil_to(p.head_dim, kLanes<T>)),
+        dv_columns_(ceil_to(p.value_dim, kLanes<T>)),
+        // float32 has the scale in q already; pairs keep q exact
+        q_factor_(Op::kPair == 1 ? static_cast<T>(p.scale) : T{1}),
+        s_factor_(Op::kPair == 1 ? T{1} : static_cast<T>(p.scale)) {}
+
+  void run() {
+    const int64_t heads = p_.sequences * p_.kv_heads;
+    const bool together = heads >= 4 * team_.threads && p_.max_lq <= 1024;
+    const int64_t chunks = (p_.max_lk + kKeyChunk - 1) / kKeyChunk;
+    const int64_t blocks = (p_.max_lq + kBlock - 1) / kBlock;
+    const int64_t all_heads = p_.sequences * p_.q_heads;
+    const int64_t items = together ? heads : greater(chunks * heads, all_heads * blocks);
+    const int workers = static_cast<int>(lesser<int64_t>(team_.threads, items));
+    const int64_t shared_rows = together ? 0 : p_.packed_rows * p_.q_heads;
+
+    PackedQueries<Op> shared;
+    T* shared_dq = nullptr;
+    int64_t* turn = nullptr;
+    auto* scratch = static_cast<Scratch*>(__builtin_alloca(workers * sizeof(Scratch)));
+    Workspace workspace([&](Workspace& w) {
+      key_labels_.layout(w, p_.packed_keys, p_.keep, p_.k_segments);
+      query_labels_.layout(w, p_.packed_rows, false, p_.q_segments);
+      shared.layout(w, shared_rows, p_.head_dim, p_.value_dim);
+      w.take(shared_dq, shared_rows * dk_ld_);
+      w.take(turn, shared_rows / kBlock);
+      for (int i = 0; i < workers; ++i)
+        layout(w, scratch[i], together ? ceil_to(p_.max_lq, kBlock) : 0);
+    });
+    fill_labels(p_, team_, key_labels_, query_labels_);
+
+    if (together) {
+      for_each(team_, heads, [&](int64_t item, int worker) {
+        Scratch& t = scratch[worker];
+        const int64_t sequence = item / p_.kv_heads, kv = item % p_.kv_heads;
+        const Sequence& s = p_.sequence[sequence];
+        // one chunk holds dK and dV over the heads of its group, so heads are the inner loop; their
+        // packed queries do not all fit, and are made again for every chunk but where one suffices
+        if (group_ == 1) begin_head(s, sequence, kv, t.queries, t.dq, t);
+        for (int64_t c = 0; c * kKeyChunk < greater<int64_t>(s.lk, 1); ++c) {
+          open_chunk(s, kv, c, t);
+          for (int64_t h = kv * group_; h < (kv + 1) * group_; ++h) {
+            if (group_ > 1) begin_head(s, sequence, h, t.queries, c ? nullptr : head_dq(t, h - kv * group_), t);
+            T* dq = group_ > 1 ? head_dq(t, h - kv * group_) : t.dq;
+            for (int64_t i = 0; i < s.lq; i += kBlock)
+              block(sequence, h, c, i, t.queries, dq, t, [] {});
+          }
+          close_chunk(s, kv, c, t);
+        }
+        for (int64_t h = kv * group_; h < (kv + 1) * group_; ++h)
+          for (int64_t i = 0; i < s.lq; i += kBlock)
+            store_dq(s, h, i, group_ > 1 ? head_dq(t, h - kv * group_) : t.dq);
+      });
+      return;
+    }
+    for_each(team_, all_heads * blocks, [&](int64_t item, int worker) {
+      const int64_t b = item % blocks, h = item / blocks % p_.q_heads;
+      const int64_t sequence = item / blocks / p_.q_heads;
+      const Sequence& s = p_.sequence[sequence];
+      if (b * kBlock >= s.lq) return;
+      const int64_t row = h * p_.packed_rows + s.row_pad;
+      pack(s, sequence, h, b * kBlock, shared.from(row, p_.head_dim, p_.value_dim),
+           scratch[worker].fetch);
+      clear(shared_dq + (row + b * kBlock) * dk_ld_, kBlock * dk_ld_);
+      turn[row / kBlock + b] = 0;
+    });
+    // Chunk by chunk over all heads: neighbours in this order rarely wait for each other, and a
+    // chunk's predecessor has always been taken before it, so a waiting worker waits for a running one.
+    for_each(team_, chunks * heads, [&](int64_t item, int worker) {
+      Scratch& t = scratch[worker];
+      const int64_t c = item / heads, sequence = item % heads / p_.kv_heads;
+      const int64_t kv = item % p_.kv_heads;
+      const Sequence& s = p_.sequence[sequence];
+      if (c * kKeyChunk >= s.lk) return;
+      open_chunk(s, kv, c, t);
+      for (int64_t h = kv * group_; h < (kv + 1) * group_; ++h) {
+        const int64_t row = h * p_.packed_rows + s.row_pad;
+        const PackedQueries<Op> queries = shared.from(row, p_.head_dim, p_.value_dim);
+        for (int64_t i = 0; i < s.lq; i += kBlock) {
+          int64_t* gate = turn + row / kBlock + i / kBlock;
+          const auto wait = [&] {
+            while (__atomic_load_n(gate, __ATOMIC_ACQUIRE) != c) yield();
+          };
+          if (!block(sequence, h, c, i, queries, shared_dq + row * dk_ld_, t, wait)) wait();
+          __atomic_store_n(gate, c + 1, __ATOMIC_RELEASE);
+        }
+      }
+      close_chunk(s, kv, c, t);
+    });
+    for_each(team_, all_heads * blocks, [&](int64_t item, int) {
+      const int64_t b = item % blocks, h = item / blocks % p_.q_heads;
+      const Sequence& s = p_.sequence[item / blocks / p_.q_heads];
+      if (b * kBlock < s.lq)
+        store_dq(s, h, b * kBlock, shared_dq + (h * p_.packed_rows + s.row_pad) * dk_ld_);
+    });
+  }
+
+ private:
+  struct Scratch {
+    Element *k, *v;    // [kKeyChunk] rows of this chunk, the left operands of S^T and dP^T
+    Element* k_right;  // the same keys as row panels, the right operand of dQ
+    T *dk, *dv;        // [kKeyChunk][..]
+    T *s, *p, *ds;     // [kRows][kBlock] strips of S^T, P^T, dS^T
+    T *slope, *drop;   // [kRows][kBlock]
+    T* bias;           // [kKeyChunk][kBlock] the bias, transposed
+    T* line;           // [kKeyChunk]
+    Element *p_left, *ds_left;  // [kRows][kBlock] as left operands (only for pairs)
+    Element* ds_tile;  // [kKeyChunk][kBlock] dS^T, transposed left operand of dQ
+    Element* fetch;
+    T* dq;             // [heads of the group][rows][dk_ld] when a worker keeps a whole kv head
+    PackedQueries<Op> queries;
+    bool k_finite;
+  };
+
+  void layout(Workspace& w, Scratch& t, int64_t rows) {
+    constexpr int64_t kStrip = kRows * kBlock;
+    w.take(t.k, kKeyChunk * k_ld_);
+    w.take(t.v, kKeyChunk * v_ld_);
+    w.take(t.k_right, kKeyChunk * dk_ld_);
+    w.take(t.dk, kKeyChunk * dk_ld_);
+    w.take(t.dv, kKeyChunk * dv_ld_);
+    w.take(t.s, kStrip);
+    w.take(t.p, kStrip);
+    w.take(t.ds, kStrip);
+    w.take(t.slope, p_.softcap > 0 ? kStrip : 0);
+    w.take(t.drop, p_.dropout > 0 ? (kRows + 6) * kBlock : 0);
+    w.take(t.bias, p_.bias.data ? kKeyChunk * kBlock : 0);
+    w.take(t.line, p_.bias.data ? kKeyChunk : 0);
+    w.take(t.p_left, Op::kPair > 1 ? kStrip : 0);
+    w.take(t.ds_left, Op::kPair > 1 ? kStrip : 0);
+    w.take(t.ds_tile, kKeyChunk * kBlock);
+    w.take(t.fetch, kLanes<T> * scratch_of<Op>(greater(p_.head_dim, p_.value_dim)) +
+                        2 * greater(dk_ld_, dv_ld_));
+    w.take(t.dq, rows * dk_ld_ * group_);
+    t.queries.layout(w, rows, p_.head_dim, p_.value_dim);
+  }
+
+  static void clear(T* x, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) x[i] = 0;
+  }
+  T* head_dq(const Scratch& t, int64_t g) const {
+    return t.dq + g * ceil_to(p_.max_lq, kBlock) * dk_ld_;
+  }
+
+  // ---------------------------------------------------------------- operands
+
+  void begin_head(const Sequence& s, int64_t sequence, int64_t h, const PackedQueries<Op>& queries,
+                  T* dq, Scratch& t) {
+    for (int64_t i = 0; i < s.lq; i += kBlock) pack(s, sequence, h, i, queries, t.fetch);
+    if (dq) clear(dq, ceil_to(s.lq, kBlock) * dk_ld_);
+  }
+
+  // The block of queries from i on: q and dO in both orientations, lse and delta.
+  void pack(const Sequence& s, int64_t sequence, int64_t h, int64_t i,
+            const PackedQueries<Op>& queries, Element* fetch) {
+    const PackedQueries<Op> to = queries.from(i, p_.head_dim, p_.value_dim);
+    const int64_t n = lesser(kBlock, s.lq - i), first = s.q0 + i;
+    const T* lse = static_cast<const T*>(p_.lse) + (s.entry * p_.q_heads + h) * p_.q_rows + first;
+
+    // A row that sees no key takes part in nothing, whatever its q and dO hold.
+    uint8_t live[kBlock];
+    const T sink = p_.sinks ? static_cast<T>(p_.sinks[h]) : -kInfinity<T>;
+    T sink_sum = 0;
+    for (int64_t r = 0; r < kBlock; ++r) {
+      live[r] = r < n && lse[r] != -kInfinity<T>;
+      to.lse[r] = live[r] ? lse[r] : kInfinity<T>;  // exp(s - inf) = 0
+      T delta = 0;
+      if (live[r]) {
+        delta = delta_of<T>(p_, s.entry, h, first + r);
+        if (p_.sinks) sink_sum -= exp2(splat((sink - lse[r]) * kLog2e<T>))[0] * delta;
+      }
+      to.delta[r] = delta;
+    }
+    if (p_.dsinks)  // one slot per block of 64 queries: summed in order by the caller
+      p_.dsinks[(sequence * p_.q_heads + h) * dsink_slots() + i / kBlock] = sink_sum;
+
+    const Rows q{&p_.q, s.entry, h, first, n, p_.head_dim, live};
+    const Rows g{&p_.dout, s.entry, h, first, n, p_.value_dim, live};
+    pack_transposed<Op>(q, kBlock, q_factor_, to.q_columns, fetch);
+    pack_transposed<Op>(g, kBlock, T{1}, to.g_columns, fetch);
+    pack_rows<Op>(q, kBlock, q_factor_, to.q_rows, to.q_panel, fetch);
+    pack_rows<Op>(g, kBlock, T{1}, to.g_rows, to.g_panel, fetch);
+  }
+  int64_t dsink_slots() const { return (p_.max_lq + kBlock - 1) / kBlock; }
+
+  void open_chunk(const Sequence& s, int64_t kv, int64_t c, Scratch& t) {
+    const int64_t j = c * kKeyChunk, n = lesser(kKeyChunk, s.lk - j);
+    const Rows k = key_rows(p_, p_.k, s, kv, j, n, p_.head_dim);
+    const Rows v = key_rows(p_, p_.v, s, kv, j, n, p_.value_dim);
+    t.k_finite = copy_rows<Op>(k, kKeyChunk, T{1}, t.k, k_ld_);
+    copy_rows<Op>(v, kKeyChunk, T{1}, t.v, v_ld_);
+    pack_rows<Op>(k, kKeyChunk, T{1}, t.k_right, kKeyChunk * kPanel<T>, t.fetch);
+    clear(t.dk, kKeyChunk * dk_ld_);
+    clear(t.dv, kKeyChunk * dv_ld_);
+  }
+
+  void close_chunk(const Sequence& s, int64_t kv, int64_t c, Scratch& t) {
+    const int64_t j = c * kKeyChunk, n = lesser(kKeyChunk, s.lk - j);
+    for (int64_t r = 0; r < n; ++r) {
+      if (p_.dk.data)
+        store_row(t.dk + r * dk_ld_, p_.head_dim, s_factor_,
+                  mutable_row_of(p_.dk, s.entry, kv, s.k0 + j + r), p_.dk.dtype, p_.dk.column);
+      if (p_.dv.data)
+        store_row(t.dv + r * dv_ld_, p_.value_dim, T{1},
+                  mutable_row_of(p_.dv, s.entry, kv, s.k0 + j + r), p_.dv.dtype, p_.dv.column);
+    }
+  }
+
+  void store_dq(const Sequence& s, int64_t h, int64_t i, const T* dq) {
+    if (!p_.dq.data) return;
+    for (int64_t r = i; r < lesser(i + kBlock, s.lq); ++r)
+      store_row(dq + r * dk_ld_, p_.head_dim, static_cast<T>(p_.scale),
+                mutable_row_of(p_.dq, s.entry, h, s.q0 + r), p_.dq.dtype, p_.dq.column);
+  }
+
+  // ---------------------------------------------------------------- the work
+
+  // The block of queries from i on against chunk c.  `enter` is called before dQ is added to;
+  // returns false, without having called it, where nothing is visible.
+  template <class Enter>
+  bool block(int64_t sequence, int64_t h, int64_t c, int64_t i, const PackedQueries<Op>& all,
+             T* dq, Scratch& t, const Enter& enter) {
+    const Sequence& s = p_.sequence[sequence];
+    const Labels<T> key_labels = key_labels_.from(s.key_pad);
+    const Labels<T> query_labels = query_labels_.from(s.row_pad);
+    const Head<T> head(p_, sequence, h, key_labels, query_labels);
+    const Dropout<T> dropout(p_, h, sequence);
+    const int64_t n = lesser(kBlock, s.lq - i), j0 = c * kKeyChunk;
+    const int64_t first = greater(j0, head.first_key(i));
+    const int64_t last = lesser(lesser(j0 + kKeyChunk, s.lk), head.last_key(i + n));
+    if (first >= last) return false;
+    const PackedQueries<Op> queries = all.from(i, p_.head_dim, p_.value_dim);
+    if (p_.bias.data) transpose_bias(head, i, n, j0, t);
+
+    // strips are counted from the chunk's start; untouched ones stay out of dQ's product
+    const int64_t begin = floor_to(first - j0, kRows), end = ceil_to(last - j0, kRows);
+    bool any = false;
+    for (int64_t r = begin; r < end; r += kRows) {
+      const int64_t j = j0 + r, stop = lesser(j + kRows, s.lk);
+      bool on = head.any(i, i + n, j / kBlock);
+      if ((stop - 1) / kBlock != j / kBlock) on |= head.any(i, i + n, (stop - 1) / kBlock);
+      if (on)
+        strip(head, dropout, r, j, stop, i, n, queries, t);
+      else
+        for (int64_t x = r * kBlock; x < (r + kRows) * kBlock; ++x) t.ds_tile[x] = Element{0};
+      any |= on;
+    }
+    if (!any) return false;
+    enter();
+    if (p_.dq.data) add_dq(begin, end, n, dq + i * dk_ld_, t);
+    return true;
+  }
+
+  // kRows keys from j (row r of the chunk) against the queries [i, i + n).
+  void strip(const Head<T>& head, const Dropout<T>& dropout, int64_t r, int64_t j, int64_t stop,
+             int64_t i, int64_t n, const PackedQueries<Op>& queries, Scratch& t) {
+    const int64_t k_depth = depth_of<Op>(p_.head_dim), v_depth = depth_of<Op>(p_.value_dim);
+    const bool softcap = head.has_softcap();
+    product<Op, kRows>(t.k + r * k_ld_, k_ld_, queries.q_columns, kPanel<T> * k_depth, k_depth, t.s,
+                       kBlock, kBlock);
+    if constexpr (Op::kPair > 1) scale_row(t.s, kRows * kBlock, s_factor_);
+    const bool same_block = (stop - 1) / kBlock == j / kBlock;
+    if (!same_block || stop != j + kRows || !head.plain(i, i + n, j, stop))
+      for (int m = 0; m < kRows; ++m)
+        head.column(j + m, i, kBlock, t.s + m * kBlock,
+                    p_.bias.data ? t.bias + (r + m) * kBlock : nullptr,
+                    softcap ? t.slope + m * kBlock : nullptr);
+    weights(queries, t);
+    if (dropout.active) drop_factors(dropout, j, i, t);
+
+    // dV += (P * drop)^T dO
+    T* kept = t.p;
+    if (dropout.active) {
+      kept = t.ds;
+      for (int64_t x = 0; x < kRows * kBlock; x += kLanes<T>)
+        store(t.ds + x, load(t.p + x) * load(t.drop + x));
+    }
+    accumulate<Op, kRows>(left(kept, t.p_left), kBlock, queries.g_rows, queries.g_panel, kBlock,
+                          t.dv + r * dv_ld_, dv_ld_, dv_columns_);
+
+    // dS = P * (drop * dP - delta), 0 where P is: dP of a hidden key may be NaN
+    product<Op, kRows>(t.v + r * v_ld_, v_ld_, queries.g_columns, kPanel<T> * v_depth, v_depth,
+                       t.ds, kBlock, kBlock);
+    for (int64_t x = 0; x < kRows * kBlock; x += kLanes<T>) {
+      const Vec<T> p = load(t.p + x);
+      Vec<T> dp = load(t.ds + x);
+      if (dropout.active) dp *= load(t.drop + x);
+      Vec<T> ds = p * (dp - load(queries.delta + x % kBlock));
+      if (softcap) ds *= load(t.slope + x);
+      store(t.ds + x, select<T>(p == Vec<T>{}, Vec<T>{}, ds));
+    }
+    accumulate<Op, kRows>(left(t.ds, t.ds_left), kBlock, queries.q_rows, queries.q_panel, kBlock,
+                          t.dk + r * dk_ld_, dk_ld_, dk_columns_);
+    keep_for_dq(r, t);
+  }
+
+  // P^T = exp(S^T - lse).
+  void weights(const PackedQueries<Op>& queries, Scratch& t) {
+    for (int64_t x = 0; x < kBlock; x += kLanes<T>) {
+      const Vec<T> lse = load(queries.lse + x);
+      for (int64_t m = 0; m < kRows; ++m)
+        store(t.p + m * kBlock + x, exp2((load(t.s + m * kBlock + x) - lse) * kLog2e<T>));
+    }
+  }
+
+  // Counters come in fours of keys, strips in sixes: generate the fours that cover the strip.
+  void drop_factors(const Dropout<T>& dropout, int64_t j, int64_t i, Scratch& t) {
+    const int64_t start = floor_to(j, 4), shift = j - start;
+    for (int64_t f = 0; f < shift + kRows; f += 4)
+      dropout.columns(start + f, i, kBlock, t.drop + f * kBlock, kBlock);
+    if (shift) __builtin_memmove(t.drop, t.drop + shift * kBlock, kRows * kBlock * sizeof(T));
+  }
+
+  // A strip as a left operand: itself, or rounded to pairs.
+  static const Element* left(const T* strip, Element* rounded) {
+    if constexpr (Op::kPair == 1) {
+      return strip;
+    } else {
+      for (int64_t x = 0; x < kRows * kBlock; x += kLanes<T>)
+        store_element(rounded + x, load(strip + x));
+      return rounded;
+    }
+  }
+
+  void keep_for_dq(int64_t r, Scratch& t) {
+    if constexpr (Op::kPair == 1) {
+      __builtin_memcpy(t.ds_tile + r * kBlock, t.ds, kRows * kBlock * sizeof(T));
+    } else {
+      for (int64_t m = 0; m < kRows; m += 2)
+        for (int64_t x = 0; x < kBlock; ++x) {
+          Element* pair = t.ds_tile + (r + m) * kBlock + 2 * x;
+          pair[0] = t.ds_left[m * kBlock + x];
+          pair[1] = t.ds_left[(m + 1) * kBlock + x];
+        }
+    }
+  }
+
+  // dQ += dS K over the rows [begin, end) of the chunk.
+  void add_dq(int64_t begin, int64_t end, int64_t n, T* dq, Scratch& t) {
+    if (!t.k_finite) {
+      add_visible(begin, end, n, dq, t);
+      return;
+    }
+    for (int64_t q = 0; q < n; q += kQueryRows)
+      accumulate<Op, kQueryRows, true>(
+          t.ds_tile + begin * kBlock + q * Op::kPair, kBlock, t.k_right + begin * kPanel<T>,
+          kKeyChunk * kPanel<T>, end - begin, dq + q * dk_ld_, dk_ld_, dk_columns_);
+  }
+
+  // The same where K holds NaN or infinities: a key with dS = 0 adds nothing.
+  void add_visible(int64_t begin, int64_t end, int64_t n, T* dq, Scratch& t) {
+    for (int64_t q = 0; q < n; ++q)
+      for (int64_t r = begin; r < end; ++r) {
+        T ds;
+        if constexpr (Op::kPair == 1)
+          ds = t.ds_tile[r * kBlock + q];
+        else
+          ds = from_bf16(t.ds_tile[floor_to(r, 2) * kBlock + 2 * q + r % 2]);
+        if (ds == 0) continue;
+        for (int64_t d = 0; d < p_.head_dim; ++d) {
+          T k;
+          if constexpr (Op::kPair == 1)
+            k = t.k[r * k_ld_ + d];
+          else
+            k = from_bf16(t.k[r * k_ld_ + d]);
+          dq[q * dk_ld_ + d] += ds * k;
+        }
+      }
+  }
+
+  void transpose_bias(const Head<T>& head, int64_t i, int64_t n, int64_t j0, Scratch& t) {
+    for (int64_t q = 0; q < kBlock; ++q) {
+      if (q < n) head.bias_row(i + q, j0, kKeyChunk, t.line);
+      for (int64_t r = 0; r < kKeyChunk; ++r) t.bias[r * kBlock + q] = q < n ? t.line[r] : T{0};
+    }
+  }
+
+  const AttentionParams& p_;
+  const Team& team_;
+  int64_t group_, k_ld_, v_ld_, dk_ld_, dv_ld_, dk_columns_, dv_columns_;
+  T q_factor_, s_factor_;
+  Labels<T> key_labels_, query_labels_;
+};
