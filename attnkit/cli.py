@@ -135,7 +135,8 @@ def _check_device(parser: argparse.ArgumentParser, name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        parser.error(f"argument --device: {name!r} is not a device ({str(error).splitlines()[0][:60]}...)")
+        words = str(error).splitlines()[0][:60]
+        parser.error(f"argument --device: {name!r} is not a device ({words}...)")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         parser.error(
             f"argument --device: {name!r}, but torch {torch.__version__} sees "
