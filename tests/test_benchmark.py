@@ -383,7 +383,7 @@ def test_a_slope_needs_two_points():
 
 
 def test_probes_know_their_work(monkeypatch):
-    flops, read = engine.flops_probe(seconds=1e-3), engine.read_probe(size=1 << 20)
+    flops, read = engine.flops_probe(flops=1e6), engine.read_probe(size=1 << 20)
     assert flops.kind in ("fma", "matmul")
     assert read.kind in ("read", "sum")
     assert read.work == 1 << 20
@@ -397,9 +397,8 @@ def test_probes_know_their_work(monkeypatch):
     assert engine.read_probe(size=1 << 20).kind == "sum"
 
     monkeypatch.setattr(probes, "_operator", lambda name: lambda iterations: iterations * 64)
-    probe = engine.flops_probe(seconds=1e-9)
-    assert probe.kind == "fma"
-    assert probe.work == probe.call()
+    probe = engine.flops_probe(flops=6400.0)
+    assert (probe.kind, probe.work, probe.call()) == ("fma", 6400.0, 6400)
 
 
 def test_a_peak_is_work_over_time():

@@ -6,7 +6,6 @@ peak one wants to know: a peak from another minute, or from a data sheet, belong
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,9 @@ import torch
 from attnkit.benchmark.timing import Candidate, Samples
 
 PROBE = "peak"  # the name of the candidate, in comparisons and results
-PROBE_SECONDS = 0.01  # long against the start of the threads, short against a round
+# Of each thread in a call: 4 to 30 ms, long against the start of the threads, short against a round.
+# A fixed number, since a trial run on a busy machine says little.
+PROBE_FLOPS = 1e9
 FALLBACK_SIZE = 1024  # of the square matrices; beyond it the rate no longer grows
 READ_BYTES = 256 << 20  # several times the last-level cache of a large server
 
@@ -53,8 +54,8 @@ class Peak:
         return cls(probe.kind, probe.work / samples.median, probe.work / samples.best)
 
 
-def flops_probe(seconds: float = PROBE_SECONDS) -> Probe:
-    """The fp32 multiply-add peak of all of PyTorch's threads; a call takes about ``seconds``.
+def flops_probe(flops: float = PROBE_FLOPS) -> Probe:
+    """The fp32 multiply-add peak of all of PyTorch's threads; each does about ``flops`` in a call.
 
     It is the yardstick for every dtype: where the processor has faster instructions for 16-bit
     types, a kernel that uses them may exceed it.
@@ -64,7 +65,7 @@ def flops_probe(seconds: float = PROBE_SECONDS) -> Probe:
         a, b = torch.rand(2, FALLBACK_SIZE, FALLBACK_SIZE)
         out = torch.empty_like(a)
         return Probe("matmul", 2.0 * FALLBACK_SIZE**3, lambda: torch.mm(a, b, out=out))
-    iterations = _iterations_for(operator, seconds)
+    iterations = max(1, round(flops * torch.get_num_threads() / operator(1)))
     return Probe("fma", float(operator(iterations)), lambda: operator(iterations))
 
 
@@ -81,14 +82,3 @@ def _operator(name: str) -> Callable[..., Any] | None:
     """An operator of attnkit's extension, or None where it was not built."""
     found: Callable[..., Any] | None = getattr(torch.ops.attnkit, name, None)
     return found
-
-
-def _iterations_for(operator: Callable[..., Any], seconds: float) -> int:
-    iterations = 1 << 10
-    while True:
-        start = time.perf_counter()
-        operator(iterations)
-        taken = time.perf_counter() - start
-        if taken >= seconds / 4 or iterations >= 1 << 28:
-            return max(1, int(iterations * seconds / max(taken, 1e-9)))
-        iterations *= 4
