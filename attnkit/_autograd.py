@@ -215,7 +215,7 @@ def _grad(
     if not pairs or not leaves:
         return [None] * len(inputs)
     ys, gs = zip(*pairs, strict=True)
-    with torch.autocast(ys[0].device.type, enabled=False):
+    with reference.without_autocast(ys[0]):
         found = iter(
             torch.autograd.grad(
                 ys, leaves, gs, create_graph=create, allow_unused=True, materialize_grads=False

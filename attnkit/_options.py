@@ -80,10 +80,15 @@ def gather(
     return Options(args, spec, dropped)
 
 
-def finish(out: Tensor, dropped: bool) -> Tensor:
-    """`out`, or zeros with a gradient of zero where dropout left nothing (even of NaN)."""
-    if dropped:
-        return out.masked_fill(torch.ones((), dtype=torch.bool, device=out.device), 0.0)
+def zeros(shape: tuple[int, ...], q: Tensor, *inputs: Tensor | None) -> Tensor:
+    """What is left when dropout_p is 1, in q's dtype, with a gradient of zero for every input.
+
+    The sum of an empty slice has that gradient even where an input holds NaN.
+    """
+    out = q.new_zeros(shape)
+    for t in inputs:
+        if t is not None and t.requires_grad:
+            out = out + t[..., :0].sum().to(q.dtype)
     return out
 
 

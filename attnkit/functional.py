@@ -18,7 +18,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from attnkit import _checks, _shapes, dispatch, masks
 from attnkit._autograd import expanded, in_transform, run, run_decode
-from attnkit._options import NO_ARGS, finish, gather
+from attnkit._options import NO_ARGS, gather, zeros
 from attnkit.backends import reference
 from attnkit.masks import Mask
 from attnkit.spec import AttentionSpec
@@ -135,7 +135,10 @@ def _sdpa(
         attn_mask = _checks.addend("attn_mask", attn_mask, q)
         mask = masks.from_dense(_shapes.mask_to_4d(attn_mask, scores))
     args, spec, dropped = gather(q, k.shape[2], mask, scale=scale, dropout_p=dropout_p)
-    out = finish(run(q, k, v, args, spec)[0], dropped)
+    if dropped:
+        out = zeros((*q.shape[:3], v.shape[3]), q, q, k, v, args.bias)
+    else:
+        out, _ = run(q, k, v, args, spec)
     return out if len(scores) == 4 else out.reshape(*scores[:-1], v.shape[3])
 
 
@@ -186,7 +189,7 @@ def attention(
     seed: int | Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The full call: softmax of softcap(scale * q k^T) - alibi * distance + bias, over visible keys.
+    """The full call: softmax over visible keys of softcap(scale q k^T) - alibi distance + bias.
 
     Args:
         query: [B, Hq, Lq, D]; float32, bfloat16, float16 or float64.
@@ -226,7 +229,8 @@ def attention(
         query, key.shape[2], mask, bias, scale, softcap, sinks, alibi, dropout_p, seed
     )
     out, lse = run(query, key, value, args, spec)
-    out = finish(out, dropped)
+    if dropped:
+        out = zeros(out.shape, query, query, key, value, args.bias, args.sinks)
     return (out, lse) if return_lse else out
 
 
@@ -305,7 +309,9 @@ def varlen_attention(
         left=left, right=right, bottom_right=_checks.flag("bottom_right", bottom_right)
     )
     out, lse = run(q, k, v, args, spec)
-    out = finish(out, dropped)[0].transpose(0, 1)
+    if dropped:
+        out = zeros(out.shape, q, q, k, v, args.sinks)
+    out = out[0].transpose(0, 1)
     return (out, lse[0]) if return_lse else out
 
 
@@ -349,15 +355,13 @@ def attention_weights(
     args, spec, dropped = gather(
         query, key.shape[2], mask, bias, scale, softcap, sinks, alibi, dropout_p, seed
     )
-    weights = reference.weights(
-        query,
-        key,
-        expanded(args, query, key),
-        spec,
-        _checks.indices("rows", rows, query, 2),
-        _checks.indices("heads", heads, query, 1),
-    )
-    return finish(weights, dropped)
+    chosen_rows = _checks.indices("rows", rows, query, 2)
+    chosen_heads = _checks.indices("heads", heads, query, 1)
+    full = expanded(args, query, key)
+    weights = reference.weights(query, key, full, spec, chosen_rows, chosen_heads)
+    if dropped:
+        weights = zeros(weights.shape, query, query, key, args.bias, args.sinks)
+    return weights
 
 
 def decode_attention(

@@ -484,9 +484,11 @@ def _lower_union(union: Globals, lq: int, lk: int, device: torch.device) -> tupl
         touched = torch.ones_like(grid)
         if left is not None:
             inside = inside & (j >= i - left)
-            touched = touched & (first_j + BLOCK - 1 >= first_i - left)
+            last_j = (first_j + BLOCK).clamp(max=lk) - 1
+            touched = touched & (last_j >= first_i - left)
         if right is not None:
             inside = inside & (j <= i + right)
-            touched = touched & (first_j <= first_i + BLOCK - 1 + right)
+            last_i = (first_i + BLOCK).clamp(max=lq + off) - 1
+            touched = touched & (first_j <= last_i + right)
         shown, grid = shown | inside, grid | touched
     return shown[None, None], grid[None, None]

@@ -1,6 +1,6 @@
 """The definition of attention in plain PyTorch: slow, and right.
 
-    s_ij = softcap(scale * q_i . k_j) - slope * |i + off - j| + bias_ij    (key j visible to query i)
+    s_ij = softcap(scale * q_i . k_j) - slope * |i + off - j| + bias_ij   (key j visible to query i)
     p_ij = exp(s_ij - lse_i),   lse_i = log(sum over visible j of exp(s_ij) + exp(sink))
     out_i = sum over visible j of dropout(p_ij) v_j
 
@@ -12,6 +12,7 @@ also serves vmap, functorch, forward-mode AD, higher derivatives and compiled gr
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -79,7 +80,7 @@ def backward(
         outputs = attend(q, k, v, args._replace(bias=wide, sinks=sinks), spec)
     wanted = [t for t in (q, k, v, bias, sinks) if t is not None and t.requires_grad]
     above = (dout, torch.zeros_like(lse) if dlse is None else dlse)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         grads = torch.autograd.grad(outputs, wanted, above, materialize_grads=True)
     by_leaf = dict(zip(map(id, wanted), grads, strict=True))
     dq, dk, dv, dbias, dsinks = (by_leaf.get(id(t)) for t in (q, k, v, bias, sinks))
@@ -100,10 +101,18 @@ def decode(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    args: TensorArgs,
+    spec: AttentionSpec,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) like `forward`, out of differentiable operations alone."""
-    return _attend(q, k, v, args, spec, None)
+    """(out, lse) like `forward`, out of differentiable operations alone.
+
+    rows: int64 indices of the wanted queries (None: all); the result has these rows only.
+    """
+    return _attend(q, k, v, args, spec, None, rows)
 
 
 def weights(
@@ -118,16 +127,29 @@ def weights(
 
     rows, heads: int64 indices of the wanted queries and query heads (None: all).  Differentiable.
     """
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         return _weights(q, k, args, spec, None, rows, heads)[0].to(q.dtype)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec, off: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    args: TensorArgs,
+    spec: AttentionSpec,
+    off: Tensor | None,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    with torch.autocast(q.device.type, enabled=False):
-        p, lse, visible = _weights(q, k, args, spec, off)
+    with without_autocast(q):
+        p, lse, visible = _weights(q, k, args, spec, off, rows)
         return _mix(p, v.to(p.dtype), visible).to(q.dtype), lse
+
+
+def without_autocast(q: Tensor) -> AbstractContextManager[None]:
+    """Autocast switched off, where q's device has one (meta tensors have none)."""
+    if torch.amp.is_autocast_available(q.device.type):
+        return torch.autocast(q.device.type, enabled=False)
+    return nullcontext()
 
 
 class _Grid(NamedTuple):

@@ -1,0 +1,33 @@
+"""Fixtures that all tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from attnkit import dispatch
+from attnkit.testing import recorded_backends
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=list(dispatch.BACKENDS))
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each backend by name, forced for the test; skipped, with its reason, where it cannot run."""
+    reason = dispatch.status()[request.param]
+    if reason is not None:
+        pytest.skip(f"{request.param}: {reason}")
+    with dispatch.use_backend(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def ran() -> Iterator[list[str]]:
+    """Grows by "cpu.forward" and the like with every call that reaches a backend."""
+    with recorded_backends() as names:
+        yield names
