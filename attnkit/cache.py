@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -139,12 +139,13 @@ class KVCache:
     def attend(self, query: Tensor, **options: Any) -> Tensor:
         """Attention of query [B, Hq, n, D] to the filled slots; the queries are the last n tokens.
 
-        Query i of n sees the slots up to its own (bottom-right causal).  ``options`` are those of
-        :func:`attnkit.functional.decode_attention`.
+        Query i of n sees the slots up to its own (bottom-right causal).  ``options`` are the scale
+        and what else :func:`attnkit.functional.decode_attention` takes.
         """
-        return functional.decode_attention(
+        out = functional.decode_attention(
             query, self.k, self.v, self.lengths, keep=self.keep, **options
         )
+        return cast(Tensor, out)
 
     def reorder(self, index: Tensor) -> None:
         """Row b becomes what row ``index[b]`` was (int [B]); rows may be repeated and dropped.

@@ -32,7 +32,11 @@ def filled(lengths: list[int], dtype: torch.dtype = torch.float32) -> KVCache:
 def truth(q, k, v, keep=None):
     """One sequence: q [Hq, n, D], the last n of k [Hkv, S, D]; float64."""
     group = q.shape[0] // k.shape[0]
-    q, k, v = q.double(), k.double().repeat_interleave(group, 0), v.double().repeat_interleave(group, 0)
+    q, k, v = (
+        q.double(),
+        k.double().repeat_interleave(group, 0),
+        v.double().repeat_interleave(group, 0),
+    )
     n, s = q.shape[1], k.shape[1]
     seen = torch.ones(n, s, dtype=torch.bool).tril(s - n)
     if keep is not None:
@@ -95,7 +99,9 @@ def test_keep_hides_left_padding():
 def test_r91_full_cache_is_refused_before_anything_is_written(lengths):
     cache = filled(lengths)
     before = [x.clone() for x in (cache.k, cache.v, cache.lengths)]
-    with pytest.raises(ValueError, match=rf"full.* {max(lengths)} of {CAPACITY} tokens, and 3 more"):
+    with pytest.raises(
+        ValueError, match=rf"full.* {max(lengths)} of {CAPACITY} tokens, and 3 more"
+    ):
         cache.append(*tokens(2, 3, 3))
     for now, then in zip((cache.k, cache.v, cache.lengths), before, strict=True):
         assert torch.equal(now.nan_to_num(7.0), then.nan_to_num(7.0))
@@ -115,7 +121,7 @@ def test_r91_a_cache_filled_step_by_step_holds_exactly_its_capacity():
 
 
 def test_the_hosts_bound_never_refuses_what_fits():
-    # shortened behind the host's back (a tensor, a dropped row): the lengths are read before a refusal
+    # shortened behind the host's back (a tensor, a dropped row): it looks before it refuses
     cache = filled([6, 1])
     cache.check_room(1)
     cache.crop(torch.tensor([3, 3]))
@@ -164,11 +170,15 @@ def test_wrong_shapes_are_named():
     ]:
         with pytest.raises(ValueError, match=message):
             cache.append(bad_k, bad_v)
-    with pytest.raises(ValueError, match=r"lengths is torch.int64 \(2,\), expected torch.int32 \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"lengths is torch.int64 \(2,\), expected torch.int32 \(2,\)"
+    ):
         KVCache(cache.k, cache.v, torch.zeros(2, dtype=torch.int64))
-    with pytest.raises(ValueError, match="expected .* that differ in D alone"):
+    with pytest.raises(ValueError, match=r"expected .* that differ in D alone"):
         KVCache(cache.k, cache.v[:, :, 1:], cache.lengths)
-    with pytest.raises(ValueError, match=r"keep is torch.bool \(2, 3\), expected torch.bool \(2, 7\)"):
+    with pytest.raises(
+        ValueError, match=r"keep is torch.bool \(2, 3\), expected torch.bool \(2, 7\)"
+    ):
         KVCache(cache.k, cache.v, cache.lengths, torch.ones(2, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="lengths is -1"):
         cache.crop(-1)
@@ -213,7 +223,10 @@ class NoHostReads(TorchDispatchMode):
     """Fails on every operator that makes the host wait for a tensor's value."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        assert func not in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.nonzero.default,
+        )
         return func(*args, **(kwargs or {}))
 
 

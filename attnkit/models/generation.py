@@ -78,7 +78,7 @@ def beam_search(
 
     Prefixes are kept by their sums of log-probabilities; a hypothesis ends with ``eos_id`` or at
     ``max_length`` and competes by its score.  A row is done, and frozen, when no prefix can beat
-    its best hypothesis any more, or with ``early_stopping`` when ``num_beams`` of them have ended.
+    its best hypothesis any more; with ``early_stopping`` also when ``num_beams`` have ended.
     """
     width, max_length, alpha = options.num_beams, options.max_length, options.length_penalty
     tokens = torch.full((batch, width, 1 + max_length), options.pad_id, device=device)
@@ -123,14 +123,13 @@ def beam_search(
         tokens[:, :, steps] = goes_on
         reorder((first_row + beam).flatten())
 
+        # sums only fall, so a prefix ends at best with its sum, over the kindest length to come
+        kindest = max((steps + 1) ** alpha, max_length**alpha)
+        done |= live[:, 0] / kindest <= best.scores
         if options.early_stopping:
             # only those that would have stayed in the beam count
             ended += (ends & sums.isfinite())[:, :width].sum(dim=1)
             done |= ended >= width
-        else:
-            # sums only fall, so a prefix ends at best with its sum, over the kindest length to come
-            kindest = max((steps + 1) ** alpha, max_length**alpha)
-            done |= live[:, 0] / kindest <= best.scores
     longest = int(best.lengths.max()) if batch else 0
     return GenerationOutput(best.tokens[:, 1 : 1 + longest], best.scores, best.lengths)
 

@@ -56,7 +56,7 @@ class Attention(nn.Module):
         query, kv = self._project(x, memory)
         if cache is None:
             dropout_p = self.dropout if self.training else 0.0
-            out = cast(Tensor, attention(query, *kv, mask=mask, dropout_p=dropout_p))
+            out = attention(query, *kv, mask=mask, dropout_p=dropout_p)
         else:
             cache.append(*kv)
             out = cache.attend(query)

@@ -249,8 +249,8 @@ class Seq2SeqTransformer(nn.Module):
             num_beams: beams kept per source; 1 is greedy.
             length_penalty: alpha in score = (sum of log-probabilities) / length ** alpha, where
                 length counts the generated tokens, ``eos_id`` included.
-            early_stopping: end a row's beam search when ``num_beams`` hypotheses have ended, rather
-                than when none that goes on can still become the best.
+            early_stopping: end a row's beam search when ``num_beams`` hypotheses have ended, even
+                if one that goes on could still become the best.
             use_cache: keep keys and values; without, each step decodes the whole prefix anew.
 
         Returns:
