@@ -321,7 +321,7 @@ class Seq2SeqTransformer(nn.Module):
         return caught[0]
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write ``model.safetensors`` and ``config.json``, each replaced as a whole or not at all."""
+        """Write ``model.safetensors`` and ``config.json``, each replaced whole or not at all."""
         path = Path(directory)
         path.mkdir(parents=True, exist_ok=True)
         config = json.dumps(dataclasses.asdict(self.config), indent=2) + "\n"
