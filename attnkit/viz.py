@@ -265,7 +265,7 @@ def training_curves(
     return save(figure, path, caption)
 
 
-def _smooth(values: Sequence[float], weight: float = 0.1) -> list[float]:
+def _smooth(values: Sequence[float], weight: float = 0.25) -> list[float]:
     """Exponential moving average, free of the bias towards its start."""
     average, total = 0.0, 0.0
     smoothed = []
@@ -279,50 +279,82 @@ def _smooth(values: Sequence[float], weight: float = 0.1) -> list[float]:
 # --- speed -------------------------------------------------------------------------------------
 
 
-def speed_bars(results: Results, path: str | Path, *, title: str = "", caption: str = "") -> Path:
-    """Write the time and the peak memory of each group of ``results`` as bars, as a PNG."""
+def speed_bars(
+    results: Results,
+    path: str | Path,
+    *,
+    baseline: str = "torch",
+    title: str = "",
+    caption: str = "",
+) -> Path:
+    """Write speed beside ``baseline``'s (bars) and peak memory (dots) of each group, as a PNG.
+
+    A bar is the median of the paired rounds' ratios, its whisker their middle half, and the number
+    behind it the median time of a call.
+    """
     groups = list(dict.fromkeys(row.group for row in results.rows))
     names = [n for n in IMPLEMENTATION_NAMES if any(r.implementation == n for r in results.rows)]
     figure = new_figure(10.5, 1.3 + 0.62 * len(groups))
-    time_axis, memory_axis = figure.subplots(1, 2, sharey=True)
-    height = 0.8 / len(names)
+    speed_axis, memory_axis = figure.subplots(1, 2, sharey=True)
+    height = 0.8 / max(1, len(names))
+    longest = 1.0
     for position, name in enumerate(names):
-        rows = {row.group: row for row in results.rows if row.implementation == name}
-        places = [g + (position - (len(names) - 1) / 2) * height for g in range(len(groups))]
-        style: dict[str, Any] = {
-            "height": 0.92 * height,
-            "color": IMPLEMENTATION_COLOURS[name],
-            "label": IMPLEMENTATION_NAMES[name],
-        }
-        seconds = [rows[g].samples.median if g in rows else 0.0 for g in groups]
-        memory = [(rows[g].extra_bytes or 0) / 2**20 if g in rows else 0.0 for g in groups]
-        _bars(time_axis, places, [1e3 * s for s in seconds], style)
-        _bars(memory_axis, places, memory, style)
-    time_axis.set_yticks(range(len(groups)), groups)
-    time_axis.invert_yaxis()
-    time_axis.set_xlabel("median time of a call (ms, logarithmic)")
+        look = {"color": IMPLEMENTATION_COLOURS[name], "label": IMPLEMENTATION_NAMES[name]}
+        rows = [row for row in results.rows if row.implementation == name]
+        places = [
+            groups.index(row.group) + (position - (len(names) - 1) / 2) * height for row in rows
+        ]
+        ratios = [results.ratio(row, baseline) for row in rows]
+        for place, row, ratio in zip(places, rows, ratios, strict=True):
+            if ratio is None:
+                continue
+            spread = [[ratio.median - ratio.low], [ratio.high - ratio.median]]
+            longest = max(longest, ratio.high)
+            speed_axis.barh(place, ratio.median, 0.92 * height, color=look["color"])
+            speed_axis.errorbar(ratio.median, place, xerr=spread, color="black", linewidth=0.8)
+            text = f"{ratio.median:.2f}×  {1e3 * row.samples.median:.3g} ms"
+            speed_axis.annotate(
+                text,
+                (max(1.0, ratio.high), place),  # clear of the line at 1
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=7,
+            )
+        memory = [None if row.extra_bytes is None else row.extra_bytes / 2**20 for row in rows]
+        known = [(m, p) for m, p in zip(memory, places, strict=True) if m]  # 0 has no logarithm
+        memory_axis.scatter([m for m, _ in known], [p for _, p in known], s=26, zorder=3, **look)
+        for amount, place in known:
+            memory_axis.annotate(
+                f"{amount:.3g}",
+                (amount, place),
+                xytext=(6, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=7,
+            )
+        if known:
+            memory_axis.set_xscale("log")
+            memory_axis.margins(x=0.15)
+    speed_axis.axvline(1.0, color="#444444", linewidth=0.8)
+    speed_axis.set_xlim(0, 1.35 * longest)
+    speed_axis.set_yticks(range(len(groups)), groups)
+    speed_axis.invert_yaxis()
+    base = IMPLEMENTATION_NAMES.get(baseline, baseline)
+    speed_axis.set_xlabel(f"speed, {base} = 1 (longer is faster)")
     memory_axis.set_xlabel("peak memory beyond the inputs (MiB, logarithmic)")
-    for axis in (time_axis, memory_axis):
+    for axis in (speed_axis, memory_axis):
         axis.tick_params(axis="y", length=0)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="x", color="#DDDDDD", linewidth=0.6)
         axis.set_axisbelow(True)
-    handles, labels = time_axis.get_legend_handles_labels()
+    for place in range(1, len(groups)):
+        memory_axis.axhline(place - 0.5, color="#DDDDDD", linewidth=0.6)
+    handles, labels = memory_axis.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=len(names), frameon=False)
     if title:
         figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     return save(figure, path, caption)
-
-
-def _bars(axis: Axes, places: list[float], values: list[float], style: dict[str, Any]) -> None:
-    some = [(p, v) for p, v in zip(places, values, strict=True) if v > 0]
-    if not some:
-        return
-    axis.set_xscale("log")
-    bars = axis.barh([p for p, _ in some], [v for _, v in some], **style)
-    axis.bar_label(bars, [f"{v:.3g}" for _, v in some], fontsize=7, padding=2)
-    low, high = axis.get_xlim()
-    axis.set_xlim(min(low, 0.5 * min(v for _, v in some)), max(high, 2.2 * max(v for _, v in some)))
 
 
 # --- the page ----------------------------------------------------------------------------------
