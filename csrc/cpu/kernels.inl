@@ -13,6 +13,8 @@
 #include "forward.inl"
 #include "backward.inl"
 #include "bias_gradient.inl"
+#include "decode.inl"
+#include "probe.inl"
 
 #if defined(ATTNKIT_ISA_AVX512_BF16) || defined(ATTNKIT_ISA_WIDE)
 using Bf16Operand = Bf16Pairs;
@@ -39,6 +41,19 @@ inline void bias_gradient(const AttentionParams& p, const Team& team) {
     BiasGradient<float>(p, team).run();
 }
 
+inline void decode(const AttentionParams& p, const Team& team) {
+  switch (p.q.dtype) {
+    case DType::kFloat64:
+      return Decode<FromFloat64>(p, team).run();
+    case DType::kBFloat16:
+      return Decode<FromBf16>(p, team).run();
+    case DType::kFloat16:
+      return Decode<FromFp16>(p, team).run();
+    default:
+      return Decode<FromFloat32>(p, team).run();
+  }
+}
+
 extern const Kernels kKernels;
 const Kernels kKernels = {ATTNKIT_ISA_NAME, run<Forward>, run<Backward>, bias_gradient,
-                          nullptr,          nullptr,      nullptr};
+                          decode,           probe_fma,    probe_read};

@@ -6,6 +6,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -259,7 +260,7 @@ struct Call {
       std::optional<int64_t> left, std::optional<int64_t> right, bool bottom_right, double softcap, \
       double dropout_p
 #define ATTNKIT_OPTIONS                                                                         \
-  Options {                                                                                     \
+  Options options {                                                                             \
     bias, sinks, keep, lengths, q_segments, k_segments, blocks, alibi, seed, cu_seqlens_q,      \
         cu_seqlens_k, scale, left, right, bottom_right, softcap, dropout_p                      \
   }
@@ -279,26 +280,45 @@ void clear_outside(const Call& call, Tensor& out, Tensor& lse) {
   torch::stable::fill_(lse, -static_cast<double>(INFINITY));
 }
 
+// Packing pays from some 64 rows per kv head on; below, keys are read where they lie.  The two ways
+// add in different orders, so the choice may depend on nothing that a prefix of a causal call
+// changes: top-left causal calls, and calls with as many queries as keys, are always packed.
+bool prefers_decode(const AttentionParams& p, const Options& o) {
+  constexpr int64_t kFewRows = 64;
+  const bool causal_from_top = !o.bottom_right && o.right.has_value();
+  return p.q_rows * p.q_heads <= kFewRows * p.kv_heads && p.q_rows < p.k_rows && !causal_from_top &&
+         o.dropout_p == 0 && !o.blocks.has_value() && !o.cu_seqlens_q.has_value() &&
+         p.k.column == 1 && p.v.column == 1;
+}
+
 std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                    ATTNKIT_PARAMETERS) {
-  Call call(q, k, v, ATTNKIT_OPTIONS, false);
+  const ATTNKIT_OPTIONS;
+  Call call(q, k, v, options, false);
   Tensor out = empty_like_layout(q, v.size(3));
   Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, lse_dtype(q));
   if (cu_seqlens_q.has_value()) clear_outside(call, out, lse);
   call.p.out = array_of(out, "out");
   call.p.lse = lse.mutable_data_ptr();
-  kernels().forward(call.p, team_for(call.flops));
+  const auto kernel = prefers_decode(call.p, options) ? kernels().decode : kernels().forward;
+  kernel(call.p, team_for(call.flops));
   return {out, lse};
 }
 
 std::tuple<Tensor, Tensor> decode(const Tensor& q, const Tensor& k, const Tensor& v,
                                   ATTNKIT_PARAMETERS) {
-  Call call(q, k, v, ATTNKIT_OPTIONS, true);
+  const ATTNKIT_OPTIONS;
+  STD_TORCH_CHECK(!blocks.has_value() && !cu_seqlens_q.has_value() && dropout_p == 0,
+                  "decoding takes no blocks, no packed sequences and no dropout");
+  Call call(q, k, v, options, true);
   Tensor out = empty_like_layout(q, v.size(3));
   Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, lse_dtype(q));
   call.p.out = array_of(out, "out");
   call.p.lse = lse.mutable_data_ptr();
-  kernels().decode(call.p, team_for(call.flops));
+  const bool few = call.p.q_rows * call.p.q_heads <= 64 * call.p.kv_heads;
+  const bool readable = call.p.k.column == 1 && call.p.v.column == 1;
+  const auto kernel = few && readable ? kernels().decode : kernels().forward;
+  kernel(call.p, team_for(call.flops));
   return {out, lse};
 }
 
@@ -308,7 +328,8 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 Gradients backward(const Tensor& dout, const MaybeTensor& dlse, const Tensor& q, const Tensor& k,
                    const Tensor& v, const Tensor& out, const Tensor& lse, ATTNKIT_PARAMETERS,
                    bool want_dq, bool want_dk, bool want_dv, bool want_dbias, bool want_dsinks) {
-  Call call(q, k, v, ATTNKIT_OPTIONS, false);
+  const ATTNKIT_OPTIONS;
+  Call call(q, k, v, options, false);
   AttentionParams& p = call.p;
   const ScalarType real = lse_dtype(q);
   STD_TORCH_CHECK(dout.scalar_type() == q.scalar_type() && lse.scalar_type() == real,
@@ -376,6 +397,29 @@ std::string instruction_sets() {
   return all;
 }
 
+int64_t probe_fma(int64_t iterations) {
+  const int threads = static_cast<int>(torch::stable::get_num_threads());
+  std::vector<int64_t> done(threads, 0);
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t w = begin; w < end; ++w) done[w] = kernels().probe_fma(iterations);
+  });
+  return std::accumulate(done.begin(), done.end(), int64_t{0});
+}
+
+double probe_read(const Tensor& data) {
+  STD_TORCH_CHECK(data.is_contiguous() && data.scalar_type() == ScalarType::Float,
+                  "data must be contiguous float32");
+  constexpr int64_t kPiece = 1 << 18;
+  const int64_t n = data.numel(), pieces = (n + kPiece - 1) / kPiece;
+  const auto* values = static_cast<const float*>(data.const_data_ptr());
+  std::vector<double> sums(pieces, 0.0);
+  torch::stable::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      sums[i] = kernels().probe_read(values + i * kPiece, 4 * std::min(kPiece, n - i * kPiece));
+  });
+  return std::accumulate(sums.begin(), sums.end(), 0.0);
+}
+
 }  // namespace
 }  // namespace attnkit
 
@@ -383,8 +427,10 @@ STABLE_TORCH_LIBRARY_IMPL(attnkit, CPU, m) {
   m.impl("cpu_forward", TORCH_BOX(&attnkit::forward));
   m.impl("cpu_backward", TORCH_BOX(&attnkit::backward));
   m.impl("cpu_decode", TORCH_BOX(&attnkit::decode));
+  m.impl("cpu_probe_read", TORCH_BOX(&attnkit::probe_read));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(attnkit, CompositeExplicitAutograd, m) {
+  m.impl("cpu_probe_fma", TORCH_BOX(&attnkit::probe_fma));
   m.impl("cpu_instruction_sets", TORCH_BOX(&attnkit::instruction_sets));
 }

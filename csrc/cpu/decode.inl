@@ -1,0 +1,324 @@
+// A few queries over many keys: the same mathematics as forward.inl for when packing the keys would
+// cost more than using them.
+//
+// Keys are read once, where they lie.  All rows that share a kv head (the queries of the group's
+// heads) meet each key together.  The keys are split into chunks of kDecodeChunk, counted from key 0,
+// each with its own maximum, sum and output; a second pass merges the chunks in their order.  So
+// the bits depend on no thread and no batch.
+
+constexpr int64_t kDecodeChunk = 4 * kBlock;
+
+// Values of a row as they lie in memory, one vector at a time.
+struct FromFloat32 {
+  using T = float;
+  using Stored = float;
+  static ATTNKIT_INLINE Vec<float> get(const float* p) { return load(p); }
+};
+struct FromBf16 {
+  using T = float;
+  using Stored = uint16_t;
+  static ATTNKIT_INLINE Vec<float> get(const uint16_t* p) { return load_bf16(p); }
+};
+struct FromFp16 {
+  using T = float;
+  using Stored = uint16_t;
+  static ATTNKIT_INLINE Vec<float> get(const uint16_t* p) { return load_fp16(p); }
+};
+struct FromFloat64 {
+  using T = double;
+  using Stored = double;
+  static ATTNKIT_INLINE Vec<double> get(const double* p) { return load(p); }
+};
+
+template <class From>
+class Decode {
+  using T = typename From::T;
+  using Stored = typename From::Stored;
+  static constexpr int kMaxRows = 4;                     // rows that meet a key at once
+  static constexpr int kAccumulators = 4 * kColumns;     // registers for one product
+
+ public:
+  Decode(const AttentionParams& p, const Team& team)
+      : p_(p),
+        team_(team),
+        group_(p.q_heads / greater<int64_t>(p.kv_heads, 1)),
+        rows_(group_ * p.max_lq),
+        q_ld_(ceil_to(p.head_dim, kLanes<T>)),
+        o_ld_(ceil_to(p.value_dim, kLanes<T>)) {}
+
+  void run() {
+    const int64_t heads = p_.sequences * p_.kv_heads;
+    const int64_t chunks = greater<int64_t>(1, (p_.max_lk + kDecodeChunk - 1) / kDecodeChunk);
+    const int64_t items = heads * chunks;
+    const int workers = static_cast<int>(lesser<int64_t>(team_.threads, items));
+    Part* parts = nullptr;
+    T* sums = nullptr;
+    auto* scratch = static_cast<Scratch*>(__builtin_alloca(workers * sizeof(Scratch)));
+    Workspace workspace([&](Workspace& w) {
+      key_labels_.layout(w, p_.packed_keys, p_.keep, p_.k_segments);
+      query_labels_.layout(w, p_.packed_rows, false, p_.q_segments);
+      w.take(parts, items * rows_);
+      w.take(sums, items * rows_ * o_ld_);
+      for (int i = 0; i < workers; ++i) {
+        Scratch& t = scratch[i];
+        w.take(t.q, rows_ * q_ld_);
+        w.take(t.s, kMaxRows * kBlock);
+        w.take(t.bias, kBlock);
+        w.take(t.line, o_ld_);
+      }
+    });
+    fill_labels(p_, team_, key_labels_, query_labels_);
+    for_each(team_, items, [&](int64_t item, int worker) {
+      const int64_t c = item % chunks, kv = item / chunks % p_.kv_heads;
+      chunk(item / chunks / p_.kv_heads, kv, c, parts + item * rows_, sums + item * rows_ * o_ld_,
+            scratch[worker]);
+    });
+    for_each(team_, heads * rows_, [&](int64_t item, int worker) {
+      const int64_t row = item % rows_, head = item / rows_;
+      merge(head / p_.kv_heads, head % p_.kv_heads, row, parts + head * chunks * rows_ + row,
+            sums + (head * chunks * rows_ + row) * o_ld_, chunks, scratch[worker].line);
+    });
+  }
+
+ private:
+  struct Part {
+    T m, l;
+  };
+  struct Scratch {
+    T* q;     // [rows][q_ld]
+    T* s;     // [kMaxRows][kBlock]
+    T* bias;  // [kBlock]
+    T* line;  // [o_ld]
+  };
+
+  // Row r of a kv head is query r % max_lq of head kv * group + r / max_lq.
+  int64_t head_of(int64_t kv, int64_t row) const { return kv * group_ + row / p_.max_lq; }
+  int64_t query_of(int64_t row) const { return row % p_.max_lq; }
+
+  void chunk(int64_t sequence, int64_t kv, int64_t c, Part* parts, T* sums, Scratch& t) {
+    const Sequence& s = p_.sequence[sequence];
+    for (int64_t r = 0; r < rows_; ++r) parts[r] = {-kInfinity<T>, T{0}};
+    for (int64_t x = 0; x < rows_ * o_ld_; ++x) sums[x] = 0;
+    const Labels<T> key_labels = key_labels_.from(s.key_pad);
+    const Labels<T> query_labels = query_labels_.from(s.row_pad);
+    const Head<T> some(p_, sequence, kv * group_, key_labels, query_labels);
+    const int64_t begin = greater(c * kDecodeChunk, some.first_key(0));
+    const int64_t end = lesser((c + 1) * kDecodeChunk, some.last_key(s.lq));
+    if (begin >= end) return;
+
+    const Rows q{&p_.q, s.entry, 0, s.q0, 1, p_.head_dim};
+    for (int64_t r = 0; r < rows_; ++r) {
+      Rows one = q;
+      one.head = head_of(kv, r);
+      one.first += query_of(r);
+      fetch_row<Plain<T>>(one, 0, q_ld_, static_cast<T>(p_.scale), t.q + r * q_ld_);
+    }
+    for (int64_t j = begin; j < end; j = floor_to(j, kBlock) + kBlock) {
+      const int64_t stop = lesser(end, floor_to(j, kBlock) + kBlock);
+      if (!some.any(0, s.lq, j / kBlock)) continue;
+      int64_t r = 0;
+      for (; r + 4 <= rows_; r += 4) rows<4>(sequence, kv, r, j, stop, parts, sums, t);
+      for (; r + 2 <= rows_; r += 2) rows<2>(sequence, kv, r, j, stop, parts, sums, t);
+      for (; r < rows_; ++r) rows<1>(sequence, kv, r, j, stop, parts, sums, t);
+    }
+  }
+
+  const Stored* key(const Array& a, const Sequence& s, int64_t kv, int64_t j) const {
+    return reinterpret_cast<const Stored*>(row_of(a, s.entry, kv, s.k0 + j));
+  }
+
+  // M rows from r on against the keys [j, stop) of one block.
+  template <int M>
+  void rows(int64_t sequence, int64_t kv, int64_t r, int64_t j, int64_t stop, Part* parts, T* sums,
+            Scratch& t) {
+    const Sequence& s = p_.sequence[sequence];
+    const int64_t n = stop - j, padded = ceil_to(n, kLanes<T>);
+    scores<M>(s, kv, t.q + r * q_ld_, j, n, t.s);
+    const Labels<T> key_labels = key_labels_.from(s.key_pad);
+    const Labels<T> query_labels = query_labels_.from(s.row_pad);
+    bool plain = true;
+    for (int m = 0; m < M; ++m) {
+      const int64_t i = query_of(r + m);
+      const Head<T> head(p_, sequence, head_of(kv, r + m), key_labels, query_labels);
+      T* score = t.s + m * kBlock;
+      for (int64_t x = n; x < padded; ++x) score[x] = -kInfinity<T>;
+      if (head.plain(i, i + 1, j, stop)) continue;
+      plain = false;
+      // labels and bias are looked up per key of a block, and j may be inside one
+      head.row(i, j, padded, score, t.bias);
+      for (int64_t x = n; x < padded; ++x) score[x] = -kInfinity<T>;
+    }
+    uint64_t visible[M];
+    bool careful = !plain && !finite_values(s, kv, j, n);
+    for (int m = 0; m < M; ++m) {
+      T* score = t.s + m * kBlock;
+      visible[m] = 0;
+      if (careful)
+        for (int64_t x = 0; x < n; ++x)
+          visible[m] |= static_cast<uint64_t>(score[x] != -kInfinity<T>) << x;
+      softmax(score, padded, parts[r + m], sums + (r + m) * o_ld_);
+    }
+    if (careful) {
+      for (int m = 0; m < M; ++m)
+        for (int64_t x = 0; x < n; ++x)
+          if (visible[m] >> x & 1) {
+            load_row(row_of(p_.v, s.entry, kv, s.k0 + j + x), p_.v.dtype, 1, p_.value_dim, t.line);
+            for (int64_t d = 0; d < p_.value_dim; ++d)
+              sums[(r + m) * o_ld_ + d] += t.s[m * kBlock + x] * t.line[d];
+          }
+      return;
+    }
+    add_values<M>(s, kv, j, n, t.s, sums + r * o_ld_);
+  }
+
+  // s[M][kBlock] = q k^T for keys [j, j + n): kLanes dot products at a time, one per accumulator,
+  // summed across lanes by a transpose.
+  template <int M>
+  void scores(const Sequence& s, int64_t kv, const T* q, int64_t j, int64_t n, T* to) {
+    constexpr int kRowsHere = M <= kLanes<T> ? M : kLanes<T>;
+    constexpr int kKeys = kLanes<T> / kRowsHere;
+    const int64_t whole = floor_to(p_.head_dim, kLanes<T>), rest = p_.head_dim - whole;
+    for (int first = 0; first < M; first += kRowsHere)
+      for (int64_t x = 0; x < n; x += kKeys) {
+        const Stored* k[kKeys];
+        for (int y = 0; y < kKeys; ++y) k[y] = key(p_.k, s, kv, j + lesser(x + y, n - 1));
+        IntVec<T> bits[kLanes<T>];
+        Vec<T> c[kRowsHere][kKeys];
+#pragma GCC unroll 16
+        for (int m = 0; m < kRowsHere; ++m)
+#pragma GCC unroll 16
+          for (int y = 0; y < kKeys; ++y) c[m][y] = Vec<T>{};
+        for (int64_t d = 0; d < whole; d += kLanes<T>) {
+          Vec<T> kv_values[kKeys];
+#pragma GCC unroll 16
+          for (int y = 0; y < kKeys; ++y) kv_values[y] = From::get(k[y] + d);
+#pragma GCC unroll 16
+          for (int m = 0; m < kRowsHere; ++m) {
+            const Vec<T> qv = load(q + (first + m) * q_ld_ + d);
+#pragma GCC unroll 16
+            for (int y = 0; y < kKeys; ++y) c[m][y] += qv * kv_values[y];
+          }
+        }
+        if (rest)
+          for (int y = 0; y < kKeys; ++y) {
+            Stored tail[kLanes<T>] = {};
+            __builtin_memcpy(tail, k[y] + whole, rest * sizeof(Stored));
+            for (int m = 0; m < kRowsHere; ++m)
+              c[m][y] += load(q + (first + m) * q_ld_ + whole) * From::get(tail);
+          }
+#pragma GCC unroll 16
+        for (int a = 0; a < kLanes<T>; ++a)
+          bits[a] = reinterpret_cast<IntVec<T>>(c[a / kKeys][a % kKeys]);
+        transpose<T>(bits);
+        Vec<T> sum = reinterpret_cast<Vec<T>>(bits[0]);
+#pragma GCC unroll 16
+        for (int a = 1; a < kLanes<T>; ++a) sum += reinterpret_cast<Vec<T>>(bits[a]);
+        T lane[kLanes<T>];
+        store(lane, sum);
+        for (int m = 0; m < kRowsHere; ++m)
+          for (int y = 0; y < kKeys && x + y < n; ++y)
+            to[(first + m) * kBlock + x + y] = lane[m * kKeys + y];
+      }
+  }
+
+  bool finite_values(const Sequence& s, int64_t kv, int64_t j, int64_t n) const {
+    const int64_t whole = floor_to(p_.value_dim, kLanes<T>);
+    Vec<T> sum{};
+    T rest = 0;
+    for (int64_t x = 0; x < n; ++x) {
+      const Stored* v = key(p_.v, s, kv, j + x);
+      for (int64_t d = 0; d < whole; d += kLanes<T>) sum += From::get(v + d) * T{0};
+      for (int64_t d = whole; d < p_.value_dim; ++d)
+        rest += load_scalar<T>(reinterpret_cast<const char*>(v + d), p_.v.dtype) * T{0};
+    }
+    return sum_lanes<T>(sum) + rest == T{0};
+  }
+
+  void softmax(T* s, int64_t n, Part& part, T* sums) {
+    Vec<T> best = splat(-kInfinity<T>);
+    for (int64_t x = 0; x < n; x += kLanes<T>) best = vmax<T>(load(s + x), best);
+    const T m = greater(part.m, max_lanes<T>(best));
+    const T pivot = m == -kInfinity<T> ? T{0} : m;
+    if (m > part.m) {
+      const Vec<T> shrink = exp2(splat((part.m - m) * kLog2e<T>));
+      part.l *= shrink[0];
+      part.m = m;
+      for (int64_t d = 0; d < o_ld_; d += kLanes<T>) store(sums + d, load(sums + d) * shrink);
+    }
+    Vec<T> sum{};
+    for (int64_t x = 0; x < n; x += kLanes<T>) {
+      const Vec<T> w = exp2((load(s + x) - pivot) * kLog2e<T>);
+      sum += w;
+      store(s + x, w);
+    }
+    part.l += sum_lanes<T>(sum);
+  }
+
+  // o[M][value_dim] += w v over keys [j, j + n).
+  template <int M>
+  void add_values(const Sequence& s, int64_t kv, int64_t j, int64_t n, const T* w, T* o) {
+    constexpr int kVectors = kAccumulators / M;
+    const int64_t whole = floor_to(p_.value_dim, kLanes<T>);
+    int64_t d = 0;
+    for (; d + kVectors * kLanes<T> <= whole; d += kVectors * kLanes<T>)
+      columns<M, kVectors>(s, kv, j, n, w, o, d);
+    for (; d < whole; d += kLanes<T>) columns<M, 1>(s, kv, j, n, w, o, d);
+    for (; d < p_.value_dim; ++d)
+      for (int64_t x = 0; x < n; ++x) {
+        const auto* v = reinterpret_cast<const char*>(key(p_.v, s, kv, j + x) + d);
+        for (int m = 0; m < M; ++m)
+          o[m * o_ld_ + d] += w[m * kBlock + x] * load_scalar<T>(v, p_.v.dtype);
+      }
+  }
+
+  template <int M, int N>
+  ATTNKIT_INLINE void columns(const Sequence& s, int64_t kv, int64_t j, int64_t n, const T* w, T* o,
+                              int64_t d) {
+    Vec<T> c[M][N];
+    load_tile<M, N, T>(o + d, o_ld_, c);
+    const Stored* v = key(p_.v, s, kv, j) + d;
+    for (int64_t x = 0; x < n; ++x, v += p_.v.row) {
+      Vec<T> values[N];
+#pragma GCC unroll 16
+      for (int y = 0; y < N; ++y) values[y] = From::get(v + y * kLanes<T>);
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) {
+        const Vec<T> weight = splat(w[m * kBlock + x]);
+#pragma GCC unroll 16
+        for (int y = 0; y < N; ++y) c[m][y] += weight * values[y];
+      }
+    }
+    store_tile<M, N, T>(o + d, o_ld_, c);
+  }
+
+  // One row: its chunks in order.
+  void merge(int64_t sequence, int64_t kv, int64_t row, const Part* parts, const T* sums,
+             int64_t chunks, T* line) {
+    const Sequence& s = p_.sequence[sequence];
+    const int64_t h = head_of(kv, row), i = query_of(row);
+    T m = p_.sinks ? static_cast<T>(p_.sinks[h]) : -kInfinity<T>;
+    const T sink = m;
+    for (int64_t c = 0; c < chunks; ++c) m = greater(m, parts[c * rows_].m);
+    const T pivot = m == -kInfinity<T> ? T{0} : m;
+    T l = exp2(splat((sink - pivot) * kLog2e<T>))[0];
+    for (int64_t d = 0; d < o_ld_; ++d) line[d] = 0;
+    for (int64_t c = 0; c < chunks; ++c) {
+      const Part part = parts[c * rows_];
+      if (part.l == 0) continue;
+      const Vec<T> weight = exp2(splat((part.m - pivot) * kLog2e<T>));
+      l += weight[0] * part.l;
+      const T* o = sums + c * rows_ * o_ld_;
+      for (int64_t d = 0; d < o_ld_; d += kLanes<T>)
+        store(line + d, load(line + d) + weight * load(o + d));
+    }
+    store_row(line, p_.value_dim, l == 0 ? T{0} : 1 / l,
+              mutable_row_of(p_.out, s.entry, h, s.q0 + i), p_.out.dtype, p_.out.column);
+    T* lse = static_cast<T*>(p_.lse) + (s.entry * p_.q_heads + h) * p_.q_rows + s.q0 + i;
+    *lse = l == 0 ? -kInfinity<T> : pivot + static_cast<T>(log_of(l));
+  }
+
+  const AttentionParams& p_;
+  const Team& team_;
+  int64_t group_, rows_, q_ld_, o_ld_;
+  Labels<T> key_labels_, query_labels_;
+};
