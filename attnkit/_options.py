@@ -100,6 +100,7 @@ def _as_mask(mask: Mask | Tensor | None, bias: Tensor | None, q: Tensor, lk: int
     elif isinstance(mask, Mask):
         found = mask
     elif isinstance(mask, Tensor):
+        mask = _checks.addend("mask", mask, q)
         _checks.check_broadcast("mask", mask, shape)
         found = masks.from_dense(mask)
     else:
