@@ -162,8 +162,9 @@ def extension_arguments() -> dict:
     headers = [
         path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "csrc").rglob("*.[hi]*"))
     ]
-    # Python's own flags often hold -g, which makes the library ten times larger; CFLAGS overrules.
-    flags = FLAGS if "CFLAGS" in os.environ else [*FLAGS, "-g0"]
+    flags = [*FLAGS, "-g0"]  # Python's own flags often hold -g: a library ten times larger
+    if "CFLAGS" in os.environ:  # whose -O and -g stand before these, and so would lose
+        flags = [flag for flag in flags if flag not in ("-O3", "-g0")]
     if LIMITED_API:
         flags = [*flags, f"-DPy_LIMITED_API={PYTHON_TARGET}"]
     extension = CppExtension(
