@@ -1,6 +1,7 @@
 """Are the CPU kernels as fast as promised?  B1 H8 L1024 D64 beside torch's SDPA.
 
     python bench/cpu_speed.py [--threads N] [--rounds N] [--json FILE]
+    python bench/cpu_speed.py --threads 1 --clock cpu          # on a machine that is busy
 
 Prints, for forward and backward, fp32 and bf16, causal and full: the speed, its ratio to
 F.scaled_dot_product_attention of the same rounds, and its share of the multiply-add peak probed in
@@ -42,6 +43,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, help="threads of PyTorch (all cores)")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     parser.add_argument("--json", help="also write the results here")
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=list(TIMES_TORCH))
     options = parser.parse_args()
@@ -50,7 +52,9 @@ def main() -> int:
         for dtype in options.dtypes
         for mask in ("full", "causal")
     )
-    settings = Settings(rounds=options.rounds, implementations=("attnkit", "torch"))
+    settings = Settings(
+        rounds=options.rounds, implementations=("attnkit", "torch"), clock=options.clock
+    )
     results = run(
         Preset(cases, settings=settings), memory=False, threads=options.threads, progress=print
     )

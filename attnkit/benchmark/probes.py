@@ -15,8 +15,8 @@ import torch
 from attnkit.benchmark.timing import Candidate, Samples
 
 PROBE = "peak"  # the name of the candidate, in comparisons and results
-# Of each thread in a call: 4 to 30 ms, long against the start of the threads, short against a round.
-# A fixed number, since a trial run on a busy machine says little.
+# Of each thread in a call, 4 to 30 ms: long against the start of the threads, short against a
+# round.  A fixed number, since a trial run on a busy machine says little.
 PROBE_FLOPS = 1e9
 FALLBACK_SIZE = 1024  # of the square matrices; beyond it the rate no longer grows
 READ_BYTES = 256 << 20  # several times the last-level cache of a large server

@@ -13,7 +13,7 @@ from attnkit.benchmark.memory import MemoryMeter
 from attnkit.benchmark.numeric import TOLERANCE, Truth, check, truth
 from attnkit.benchmark.probes import PROBE, Peak, Probe, flops_probe
 from attnkit.benchmark.results import Results, Row
-from attnkit.benchmark.timing import Candidate, compare
+from attnkit.benchmark.timing import CLOCKS, Candidate, compare
 
 NAIVE_COPIES = 6  # score matrices that the naive forward and backward hold at once
 NAIVE_SHARE = 0.5  # of the machine's memory that they may take
@@ -27,6 +27,7 @@ class Settings:
     min_time: float = 0.05  # seconds of each candidate in each round
     seed: int = 0  # of the inputs and of the order
     implementations: tuple[str, ...] = ("attnkit", "torch", "naive")
+    clock: str = "wall"  # or "cpu", for one thread on a machine that is busy with other work
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,11 @@ def measure(
     if probe is not None:
         candidates.append(probe.candidate())
     timed = compare(
-        candidates, rounds=settings.rounds, min_time=settings.min_time, seed=settings.seed
+        candidates,
+        rounds=settings.rounds,
+        min_time=settings.min_time,
+        seed=settings.seed,
+        clock=CLOCKS[settings.clock],
     )
     peak = None if probe is None else Peak.of(probe, timed.samples[PROBE])
     rows = []
