@@ -1,4 +1,4 @@
-"""Under AddressSanitizer a key row that must not be touched has to stop the kernel that reads it."""
+"""Under AddressSanitizer a key row that must not be touched has to stop the kernel reading it."""
 
 import ctypes
 
