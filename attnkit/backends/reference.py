@@ -76,7 +76,10 @@ def backward(
     q, k, v = (t.detach().requires_grad_(need) for t, need in zip((q, k, v), needs, strict=False))
     bias, sinks = leaf(bias, needs[3]), leaf(args.sinks, needs[4])
     with torch.enable_grad():
-        wide = bias if bias is None or args.bias is None else bias.expand(args.bias.shape)
+        wide = bias
+        if bias is not None and args.bias is not None and bias.dtype != torch.bool:
+            # widened first: the sum over what was stretched is taken in full precision
+            wide = bias.to(torch.promote_types(bias.dtype, lse.dtype)).expand(args.bias.shape)
         outputs = attend(q, k, v, args._replace(bias=wide, sinks=sinks), spec)
     wanted = [t for t in (q, k, v, bias, sinks) if t is not None and t.requires_grad]
     above = (dout, torch.zeros_like(lse) if dlse is None else dlse)
