@@ -71,7 +71,7 @@ def test_append_takes_strided_views_of_one_projection():
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_attend_is_attention_to_the_own_tokens_whatever_lies_behind(n):
+def test_attend_is_attention_to_the_own_tokens_whatever_lies_behind(n, backend):
     cache = filled([0, 4, 1])
     cache.append(*tokens(3, n, 2))
     q = torch.randn(3, 2 * HEADS, n, D)
@@ -81,7 +81,7 @@ def test_attend_is_attention_to_the_own_tokens_whatever_lies_behind(n):
         torch.testing.assert_close(out[b].double(), want, rtol=1e-5, atol=1e-6)
 
 
-def test_keep_hides_left_padding():
+def test_keep_hides_left_padding(backend):
     cache = filled([5, 5])
     keep = torch.ones(2, CAPACITY, dtype=torch.bool)
     keep[0, :2] = False

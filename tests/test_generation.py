@@ -20,6 +20,15 @@ TINY = Seq2SeqConfig(11, 13, 16, 2, 2, 2, 24, dropout=0.0, max_length=20)
 BEAMS = [1, 2, 3]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Tiny models: a second thread has nothing to do but to wait."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def model_of(seed: int = 31, never_ends: bool = False, **changes) -> Seq2SeqTransformer:
     """A random model whose choices depend on source, position and prefix; some rows end."""
     torch.manual_seed(seed)
@@ -165,7 +174,7 @@ def test_r72_cached_and_uncached_generate_the_same(beams, norm_first):
 
 
 @torch.no_grad()
-def test_r72_cached_logits_equal_teacher_forcing_at_every_step():
+def test_r72_cached_logits_equal_teacher_forcing_at_every_step(backend, ran):
     model, src = model_of().eval(), sources(LENGTHS)
     tgt = torch.randint(3, TINY.tgt_vocab, (len(LENGTHS), 9))
     tgt[:, 0] = BOS
@@ -174,6 +183,7 @@ def test_r72_cached_logits_equal_teacher_forcing_at_every_step():
         state = model.start(src, capacity=9)
         got = [model.decode(part, state) for part in tgt.split(chunks, dim=1)]
         torch.testing.assert_close(torch.cat(got, 1), want, rtol=1e-5, atol=1e-5)
+    assert ran.count(f"{backend}.decode") == (9 + 4 + 1) * TINY.num_decoder_layers
     state = model.start(src, capacity=9, beams=1)
     torch.testing.assert_close(
         model.decode(tgt, state, last=True), want[:, -1:], rtol=1e-5, atol=1e-5
@@ -345,7 +355,7 @@ def test_generation_is_without_dropout_and_leaves_the_modes():
 
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_r89_other_dtypes_generate(beams, dtype):
+def test_r89_other_dtypes_generate(beams, dtype, backend):
     model, src = model_of().to(dtype), sources(LENGTHS)
     state = model.start(src, capacity=3)
     assert {cache.k.dtype for cache in state.caches} == {dtype}

@@ -27,6 +27,15 @@ QUIET = pytest.mark.filterwarnings("ignore:enable_nested_tensor")  # torch's wor
 TINY = Seq2SeqConfig(11, 13, 16, 2, 2, 2, 24, dropout=0.0, max_length=20)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Tiny models: a second thread has nothing to do but to wait."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def model_of(seed: int = 0, **changes) -> Seq2SeqTransformer:
     torch.manual_seed(seed)
     return Seq2SeqTransformer(dataclasses.replace(TINY, **changes)).eval()
@@ -93,7 +102,7 @@ def torch_twin(model: Seq2SeqTransformer) -> nn.Transformer:
 @QUIET
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_equals_torch_with_the_same_weights_and_gradients(norm_first, activation):
+def test_equals_torch_with_the_same_weights_and_gradients(norm_first, activation, backend, ran):
     model = model_of(norm_first=norm_first, activation=activation, positions="learned").double()
     for parameter in model.parameters():  # biases too
         nn.init.normal_(parameter, std=0.3)
@@ -115,6 +124,7 @@ def test_equals_torch_with_the_same_weights_and_gradients(norm_first, activation
     want, got = model.output(out), model(src, tgt)
     real = tgt != PAD
     torch.testing.assert_close(got[real], want[real], rtol=1e-9, atol=1e-9)
+    assert ran == [f"{backend}.forward"] * (2 + 2 * 2)
 
     weights = [model.src_embedding.weight, model.tgt_embedding.weight, model.tgt_positions.weight]
     got_grads = torch.autograd.grad(got[real].sin().sum(), weights)
@@ -151,7 +161,7 @@ def test_padding_adds_nothing_to_the_gradient():
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9, msg=name)
 
 
-def test_a_source_of_padding_alone_gives_numbers():
+def test_a_source_of_padding_alone_gives_numbers(backend):
     model = model_of()
     src, tgt = batch_of()
     src[1] = PAD
