@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from attnkit.benchmark import Case, Preset, Results, Row, Settings, markdown, run
+from attnkit.benchmark import CLOCKS, Case, Preset, Results, Row, Settings, markdown, run
 
 TIMES_TORCH = {"fp32": 1.5, "bf16": 2.5}
 SHARE_OF_PEAK = 0.6
@@ -43,7 +43,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, help="threads of PyTorch (all cores)")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
     parser.add_argument("--json", help="also write the results here")
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=list(TIMES_TORCH))
     options = parser.parse_args()

@@ -42,9 +42,18 @@ from attnkit.benchmark.suite import (
     measure,
     run,
 )
-from attnkit.benchmark.timing import Candidate, Comparison, Ratio, Samples, compare, paired_ratio
+from attnkit.benchmark.timing import (
+    CLOCKS,
+    Candidate,
+    Comparison,
+    Ratio,
+    Samples,
+    compare,
+    paired_ratio,
+)
 
 __all__ = [
+    "CLOCKS",
     "IMPLEMENTATIONS",
     "OPERATIONS",
     "PRESETS",
