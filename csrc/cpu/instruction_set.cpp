@@ -72,6 +72,10 @@ const Kernels& kernels() {
   return chosen;
 }
 
+const Kernels& kernels_for(DType dtype) {
+  return dtype == DType::kFloat64 ? portable::kKernels : kernels();
+}
+
 std::vector<std::string> available_instruction_sets() {
   std::vector<std::string> names;
   for (const Candidate& c : candidates())

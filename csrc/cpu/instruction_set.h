@@ -12,6 +12,9 @@ namespace attnkit {
 // Throws std::runtime_error if it names one that does not exist or cannot run here.
 const Kernels& kernels();
 
+// The same for a call of this dtype: float64 has kernels of its own, portable ones.
+const Kernels& kernels_for(DType dtype);
+
 // Names of all kernels that run here, widest first.
 std::vector<std::string> available_instruction_sets();
 

@@ -1,5 +1,6 @@
 // 64-byte vectors and bfloat16 pairs in plain code: the AVX-512 kernels' shapes on any machine, for tests.
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 #include "../params.h"

@@ -2,6 +2,7 @@
 //   ATTNKIT_ISA_NAME      the name that `attnkit info` shows
 //   ATTNKIT_VECTOR_BYTES  16, 32 or 64
 //   ATTNKIT_ISA_AVX2 / _AVX512 / _AVX512_BF16 / _WIDE  which branches of the shims apply
+//   ATTNKIT_FLOAT64       also build the float64 kernels (one set of them serves every machine)
 // and opens a namespace of its own.
 
 #include "simd.inl"
@@ -22,36 +23,31 @@ using Bf16Operand = Bf16Pairs;
 using Bf16Operand = Plain<float>;
 #endif
 
-// The operands that a dtype is multiplied with: float16, and bfloat16 without instructions for it,
-// become float32 while they are packed.
+// float16, and bfloat16 without instructions for it, become float32 while they are packed.
 template <template <class> class Pass>
 void run(const AttentionParams& p, const Team& team) {
-  if (p.q.dtype == DType::kFloat64)
-    Pass<Plain<double>>(p, team).run();
-  else if (p.q.dtype == DType::kBFloat16)
-    Pass<Bf16Operand>(p, team).run();
-  else
-    Pass<Plain<float>>(p, team).run();
+#if defined(ATTNKIT_FLOAT64)
+  if (p.q.dtype == DType::kFloat64) return Pass<Plain<double>>(p, team).run();
+#endif
+  if constexpr (!std::is_same_v<Bf16Operand, Plain<float>>)
+    if (p.q.dtype == DType::kBFloat16) return Pass<Bf16Operand>(p, team).run();
+  Pass<Plain<float>>(p, team).run();
 }
 
 inline void bias_gradient(const AttentionParams& p, const Team& team) {
-  if (p.q.dtype == DType::kFloat64)
-    BiasGradient<double>(p, team).run();
-  else
-    BiasGradient<float>(p, team).run();
+#if defined(ATTNKIT_FLOAT64)
+  if (p.q.dtype == DType::kFloat64) return BiasGradient<double>(p, team).run();
+#endif
+  BiasGradient<float>(p, team).run();
 }
 
 inline void decode(const AttentionParams& p, const Team& team) {
-  switch (p.q.dtype) {
-    case DType::kFloat64:
-      return Decode<FromFloat64>(p, team).run();
-    case DType::kBFloat16:
-      return Decode<FromBf16>(p, team).run();
-    case DType::kFloat16:
-      return Decode<FromFp16>(p, team).run();
-    default:
-      return Decode<FromFloat32>(p, team).run();
-  }
+#if defined(ATTNKIT_FLOAT64)
+  if (p.q.dtype == DType::kFloat64) return Decode<FromFloat64>(p, team).run();
+#endif
+  if (p.q.dtype == DType::kBFloat16) return Decode<FromBf16>(p, team).run();
+  if (p.q.dtype == DType::kFloat16) return Decode<FromFp16>(p, team).run();
+  Decode<FromFloat32>(p, team).run();
 }
 
 extern const Kernels kKernels;

@@ -300,7 +300,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
   if (cu_seqlens_q.has_value()) clear_outside(call, out, lse);
   call.p.out = array_of(out, "out");
   call.p.lse = lse.mutable_data_ptr();
-  const auto kernel = prefers_decode(call.p, options) ? kernels().decode : kernels().forward;
+  const Kernels& set = kernels_for(call.p.q.dtype);
+  const auto kernel = prefers_decode(call.p, options) ? set.decode : set.forward;
   kernel(call.p, team_for(call.flops));
   return {out, lse};
 }
@@ -317,7 +318,8 @@ std::tuple<Tensor, Tensor> decode(const Tensor& q, const Tensor& k, const Tensor
   call.p.lse = lse.mutable_data_ptr();
   const bool few = call.p.q_rows * call.p.q_heads <= 64 * call.p.kv_heads;
   const bool readable = call.p.k.column == 1 && call.p.v.column == 1;
-  const auto kernel = few && readable ? kernels().decode : kernels().forward;
+  const Kernels& set = kernels_for(call.p.q.dtype);
+  const auto kernel = few && readable ? set.decode : set.forward;
   kernel(call.p, team_for(call.flops));
   return {out, lse};
 }
@@ -363,7 +365,7 @@ Gradients backward(const Tensor& dout, const MaybeTensor& dlse, const Tensor& q,
     sink_sums.assign(p.sequences * p.q_heads * slots, 0.0);
     p.dsinks = sink_sums.data();
   }
-  if (want_dq || want_dk || want_dv || want_dsinks) kernels().backward(p, team);
+  if (want_dq || want_dk || want_dv || want_dsinks) kernels_for(p.q.dtype).backward(p, team);
 
   Tensor dsinks = none(), dbias = none();
   if (want_dsinks) {
@@ -386,7 +388,7 @@ Gradients backward(const Tensor& dout, const MaybeTensor& dlse, const Tensor& q,
     p.bias_batch = sizes[0], p.bias_head = sizes[1], p.bias_row = sizes[2];
     p.bias_column = sizes[3];
     if (lengths.has_value() || call.flops == 0) torch::stable::zero_(dbias);
-    kernels().bias_gradient(p, team);
+    kernels_for(p.q.dtype).bias_gradient(p, team);
   }
   return {dq, dk, dv, dbias, dsinks};
 }
