@@ -209,7 +209,8 @@ PRESETS = {
     # two minutes on two cores
     "quick": Preset(
         cases=(
-            *_everywhere(Case(1, 8, 1024, 64)),
+            *_everywhere(Case(1, 8, 1024, 64), dtypes="fp32"),
+            Case(1, 8, 1024, 64, dtype="bf16", mask="causal"),
             Case(8, 12, 128, 64),
             Case(4, 8, 512, 64, mask="padded"),
         ),
