@@ -270,18 +270,32 @@ def test_r78_beams_end_with_the_last_row(early_stopping):
         torch.testing.assert_close(alone.scores[0], out.scores[b])
 
 
-def test_early_stopping_stops_sooner_and_may_miss_the_best():
-    # two ends are found at once, the better one (per token) needs more steps
-    def next_logits(tokens):
-        t = tokens.shape[1] - 1
-        p = [0.0, 0.0, 0.5, 0.4, 0.1] if t < 2 else [0.0, 0.0, 0.02, 0.97, 0.01]
-        return torch.tensor(p).log().clamp(min=-30).expand(tokens.shape[0], -1)
+def hasty(tokens):
+    """Two ends are found at once, and a better one, per token, much later."""
+    p = [0.0, 0.0, 0.5, 0.4, 0.1] if tokens.shape[1] < 3 else [0.0, 0.0, 0.02, 0.97, 0.01]
+    return torch.tensor(p).log().clamp(min=-30).expand(tokens.shape[0], -1)
 
-    soon = search(next_logits, 1, options(12, num_beams=2, early_stopping=True))
-    late = search(next_logits, 1, options(12, num_beams=2, early_stopping=False))
+
+def test_early_stopping_stops_sooner_and_may_miss_the_best():
+    soon = search(hasty, 1, options(12, num_beams=2, early_stopping=True))
+    late = search(hasty, 1, options(12, num_beams=2, early_stopping=False))
     assert int(soon.lengths[0]) <= 2
     assert int(late.lengths[0]) == 12
     assert late.scores[0] > soon.scores[0]
+
+
+def test_r78_a_row_that_stopped_early_is_frozen_while_others_go_on():
+    def next_logits(tokens):
+        logits = hasty(tokens).clone()
+        logits[2:, EOS] = -30.0  # the second row never ends
+        return logits
+
+    opts = options(12, num_beams=2, early_stopping=True)
+    alone, both = search(hasty, 1, opts), search(next_logits, 2, opts)
+    assert both.lengths.tolist() == [int(alone.lengths[0]), 12]
+    assert row(both, 0) == row(alone, 0)
+    assert both.scores[0] == alone.scores[0]
+    assert not both.tokens[0, int(alone.lengths[0]) :].any()
 
 
 @pytest.mark.parametrize("max_length", [0, 1, 2, 7])

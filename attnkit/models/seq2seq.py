@@ -153,9 +153,9 @@ class Seq2SeqTransformer(nn.Module):
         self.output = (
             None if config.tie_embeddings else nn.Linear(d_model, config.tgt_vocab, bias=False)
         )
-        self.reset_parameters()
+        self._initialise()
 
-    def reset_parameters(self) -> None:
+    def _initialise(self) -> None:
         """Glorot-uniform matrices; embeddings of unit variance once scaled by sqrt(d_model)."""
         for block in (*self.encoder, *self.decoder):
             for parameter in block.parameters():
