@@ -28,7 +28,7 @@ from attnkit.recipes.translate import (
     Recipe,
     Task,
     Translator,
-    alignment,
+    alignments,
     build_model,
     generation_speeds,
     train,
@@ -279,11 +279,25 @@ def test_cache_and_no_cache_generate_the_same(task, translator):
 
 
 def test_an_alignment_is_a_distribution_over_the_source(task, translator):
-    example = make_example(task.split.test[0], "hu")
-    found = alignment(translator, example)
-    assert found.columns == task.tokenizer.labels(task.tokenizer.sources([example])[0])
-    assert found.weights.shape == (len(found.rows), len(found.columns))
-    torch.testing.assert_close(found.weights.sum(1), torch.ones(len(found.rows)))
+    examples = every_language(task.split.test[:2])
+    every = alignments(translator, examples)
+    sources = task.tokenizer.sources(examples)
+    assert [found.example for found in every] == examples
+    for found, source in zip(every, sources, strict=True):
+        assert found.columns == task.tokenizer.labels(source)
+        assert found.weights.shape == (len(found.rows), len(found.columns))
+        torch.testing.assert_close(found.weights.sum(1), torch.ones(len(found.rows)))
+
+
+def test_an_alignment_does_not_depend_on_the_batch(task, translator):
+    examples = every_language(task.split.test[:1])
+    for together, alone in zip(
+        alignments(translator, examples),
+        (alignments(translator, [example])[0] for example in examples),
+        strict=True,
+    ):
+        assert together.rows == alone.rows
+        torch.testing.assert_close(together.weights, alone.weights)
 
 
 def test_a_saved_translator_translates_the_same(task, translator, tmp_path):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from attnkit import benchmark, dispatch, viz
 from attnkit.benchmark import Case, Preset, Settings
 from attnkit.benchmark.cases import DTYPES
-from attnkit.recipes.dates import LANGUAGES, make_example
+from attnkit.recipes.dates import LANGUAGES, every_language, make_example
 from attnkit.recipes.translate import (
     GenerationCheck,
     History,
@@ -25,7 +25,7 @@ from attnkit.recipes.translate import (
     Score,
     Task,
     Translator,
-    alignment,
+    alignments,
     generation_speeds,
     train,
 )
@@ -66,9 +66,10 @@ class Options:
             warmup=10,
             steps=30,
             max_steps=30,
-            validate_every=15,
-            validation_dates=2,
-            test_dates=4,
+            max_length=28,
+            validate_every=30,
+            validation_dates=1,
+            test_dates=2,
         )
 
     @property
@@ -409,8 +410,7 @@ def train_translator(options: Options, console: Console) -> tuple[Task, Translat
 
 def test_translator(task: Task, translator: Translator, console: Console) -> Score:
     """Translate the test dates, once, into every language."""
-    examples = [make_example(day, code) for day in task.split.test for code in LANGUAGES]
-    score = translator.score(examples)
+    score = translator.score(every_language(task.split.test))
     console.print(
         f"test: {score.right} of {score.dates} held-out dates right in all {len(LANGUAGES)} "
         f"languages; {score.translations - len(score.mistakes):,} of {score.translations:,} "
@@ -424,6 +424,7 @@ def test_translator(task: Task, translator: Translator, console: Console) -> Sco
             f"right is {example.target!r}",
             highlight=False,
             markup=False,
+            soft_wrap=True,
         )
     return score
 
@@ -434,9 +435,8 @@ def test_translator(task: Task, translator: Translator, console: Console) -> Sco
 def measure_generation(options: Options, task: Task, translator: Translator) -> GenerationCheck:
     """Tokens per second of four ways to generate the same translations."""
     days = task.split.test[: 1 if options.quick else 16]
-    examples = [make_example(day, language) for day in days for language in LANGUAGES]
     return generation_speeds(
-        translator, examples, num_beams=NUM_BEAMS, rounds=1 if options.quick else 3
+        translator, every_language(days), num_beams=NUM_BEAMS, rounds=1 if options.quick else 3
     )
 
 
@@ -497,8 +497,10 @@ def write_report(report: Report, task: Task, translator: Translator) -> Path:
     )
     day = telling_day(task)
     maps = {
-        code: heat_map_of(translator, make_example(day, code), name)
-        for code, name in LANGUAGES.items()
+        found.example.language: viz.HeatMap(
+            LANGUAGES[found.example.language], found.weights, found.rows, found.columns
+        )
+        for found in alignments(translator, every_language([day]))
     }
     attention = viz.heat_maps(
         [maps[code] for code in renderable(maps)],
@@ -542,12 +544,6 @@ def telling_day(task: Task) -> datetime.date:
         if day.day > 9 and len(set(digits)) == len(digits):
             return day
     return task.split.test[0]
-
-
-def heat_map_of(translator: Translator, example: Any, title: str) -> viz.HeatMap:
-    """The cross-attention of one translation as a map."""
-    found = alignment(translator, example)
-    return viz.HeatMap(title, found.weights, found.rows, found.columns)
 
 
 def renderable(maps: dict[str, viz.HeatMap], most: int = 4) -> list[str]:

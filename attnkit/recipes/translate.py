@@ -25,7 +25,6 @@ from attnkit.models import (
 from attnkit.recipes.dates import (
     BOS_ID,
     EOS_ID,
-    LANGUAGES,
     PAD_ID,
     Batch,
     DateSplit,
@@ -33,7 +32,6 @@ from attnkit.recipes.dates import (
     Example,
     bucketed_batches,
     every_language,
-    make_example,
     pad_batch,
     sample_examples,
     split_dates,
@@ -58,6 +56,7 @@ class Recipe:
         max_steps: at which training gives up; from ``steps`` on the rate stays low.
         smoothing: of the labels.
         clip: the largest norm of the gradient.
+        max_length: of a source or target, in tokens.
         validate_every: steps between two validations.
         validation_dates, test_dates: held out in every language.
         goal: share of the validation dates right in every language at which training ends.
@@ -76,6 +75,7 @@ class Recipe:
     max_steps: int = 800
     smoothing: float = 0.1
     clip: float = 1.0
+    max_length: int = 40
     validate_every: int = 25
     validation_dates: int = 100
     test_dates: int = 1000
@@ -160,7 +160,7 @@ def build_model(recipe: Recipe, vocab_size: int) -> Seq2SeqTransformer:
             num_decoder_layers=recipe.num_layers,
             d_ff=recipe.d_ff,
             dropout=0.0,  # no pair is seen twice, so there is nothing to learn by heart
-            max_length=64,
+            max_length=recipe.max_length,
             norm_first=True,
             tie_embeddings=True,
             share_embeddings=True,
@@ -263,7 +263,7 @@ def train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
         optimizer.step()
         schedule.step()
-        history.losses.append(float(loss))
+        history.losses.append(float(loss.detach()))
         history.tokens += int((batch.source != PAD_ID).sum() + (batch.target != PAD_ID).sum())
         history.seconds = time.perf_counter() - start
         if on_step is not None:
@@ -337,7 +337,7 @@ def generation_speeds(
 
 
 class Alignment(NamedTuple):
-    """Where the decoder looked while it wrote: weights [T, S] of its last layer, heads averaged."""
+    """Where the decoder looked while it wrote: weights [T, S] of a layer, averaged over its heads."""
 
     example: Example
     rows: list[str]  # tokens written, the end included
@@ -345,27 +345,20 @@ class Alignment(NamedTuple):
     weights: Tensor
 
 
-def alignment(translator: Translator, example: Example, layer: int = -1) -> Alignment:
-    """Cross-attention of one translation: row t shows where the model looked to write token t."""
-    tokenizer = translator.tokenizer
-    source = translator.sources([example])
-    written = translator.model.generate(source).tokens  # [1, T]
-    begin = written.new_full((1, 1), BOS_ID)
-    fed = torch.cat([begin, written[:, :-1]], dim=1)  # row t holds what is known before token t
-    weights = translator.model.attention_maps(source, fed, layer, kind="cross")[0].mean(0)
-    return Alignment(
-        example,
-        tokenizer.labels(written[0].tolist()),
-        tokenizer.labels(source[0].tolist()),
-        weights.cpu(),
-    )
-
-
-def samples(translator: Translator, day_examples: Sequence[Example]) -> list[tuple[Example, str]]:
-    """Each example with the model's text."""
-    return list(zip(day_examples, translator.translate(day_examples), strict=True))
-
-
-def one_day_everywhere(task: Task, index: int = 0) -> list[Example]:
-    """A test date in each language."""
-    return [make_example(task.split.test[index], language) for language in LANGUAGES]
+def alignments(
+    translator: Translator, examples: Sequence[Example], layer: int = -1
+) -> list[Alignment]:
+    """Cross-attention of greedy translations: row t shows where the model looked for token t."""
+    tokenizer, model = translator.tokenizer, translator.model
+    source = translator.sources(examples)
+    found = model.generate(source)
+    begin = source.new_full((len(examples), 1), BOS_ID)
+    fed = torch.cat([begin, found.tokens[:, :-1]], dim=1)  # position t holds what precedes token t
+    weights = model.attention_maps(source, fed, layer, kind="cross").mean(1).cpu()  # [B, T, S]
+    every = []
+    for i, example in enumerate(examples):
+        written = found.tokens[i, : int(found.lengths[i])].tolist()
+        read = source[i, : int((source[i] != PAD_ID).sum())].tolist()
+        rows, columns = tokenizer.labels(written), tokenizer.labels(read)
+        every.append(Alignment(example, rows, columns, weights[i, : len(rows), : len(columns)]))
+    return every
