@@ -21,8 +21,9 @@ struct Sequence {
   int64_t q0 = 0, lq = 0;  // first query row and number of queries
   int64_t k0 = 0, lk = 0;  // first key row and number of keys (after lengths)
   int64_t lo = 0, hi = 0;
-  int64_t off = 0;      // position of query 0 among the keys, for ALiBi
-  int64_t key_pad = 0;  // first row of this sequence in the packed keys, which are padded per sequence
+  int64_t off = 0;  // position of query 0 among the keys, for ALiBi
+  int64_t key_pad =
+      0;  // first row of this sequence in the packed keys, which are padded per sequence
   int64_t row_pad = 0;  // the same for the packed queries of the backward pass
 };
 
@@ -40,7 +41,7 @@ struct AttentionParams {
   Array q, k, v, out;
   void* lse = nullptr;  // [entries, q_heads, q_rows] in the accumulation type
 
-  Array bias;                    // data == nullptr: none; dtype kBool: true = attend
+  Array bias;                     // data == nullptr: none; dtype kBool: true = attend
   const double* sinks = nullptr;  // [q_heads]
   const double* alibi = nullptr;  // [sequences, q_heads]
   const uint8_t* keep = nullptr;  // [entries, k_rows]

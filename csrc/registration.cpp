@@ -8,19 +8,20 @@ extern "C" PyObject* PyInit__C(void) {
 }
 
 // What every attention operator takes after its main tensors; attnkit/spec.py documents it.
-#define ATTNKIT_ARGUMENTS                                                                       \
-  "Tensor? bias, Tensor? sinks, Tensor? keep, Tensor? lengths, Tensor? q_segments, "            \
-  "Tensor? k_segments, Tensor? blocks, Tensor? alibi, Tensor? seed, Tensor? cu_seqlens_q, "     \
+#define ATTNKIT_ARGUMENTS                                                                        \
+  "Tensor? bias, Tensor? sinks, Tensor? keep, Tensor? lengths, Tensor? q_segments, "             \
+  "Tensor? k_segments, Tensor? blocks, Tensor? alibi, Tensor? seed, Tensor? cu_seqlens_q, "      \
   "Tensor? cu_seqlens_k, float scale, int? left, int? right, bool bottom_right, float softcap, " \
   "float dropout_p"
 
 STABLE_TORCH_LIBRARY(attnkit, m) {
   m.def("cpu_forward(Tensor q, Tensor k, Tensor v, " ATTNKIT_ARGUMENTS
         ") -> (Tensor out, Tensor lse)");
-  m.def("cpu_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
-        "Tensor lse, " ATTNKIT_ARGUMENTS
-        ", bool want_dq, bool want_dk, bool want_dv, bool want_dbias, bool want_dsinks) -> "
-        "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)");
+  m.def(
+      "cpu_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
+      "Tensor lse, " ATTNKIT_ARGUMENTS
+      ", bool want_dq, bool want_dk, bool want_dv, bool want_dbias, bool want_dsinks) -> "
+      "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)");
   m.def("cpu_decode(Tensor q, Tensor k, Tensor v, " ATTNKIT_ARGUMENTS
         ") -> (Tensor out, Tensor lse)");
   m.def("cpu_probe_fma(int iterations) -> int");

@@ -4,8 +4,8 @@
 // Everything is computed transposed, a strip of kRows keys against a block of 64 queries: P^T and
 // dS^T come out of the registers as the rows that dV and dK multiply with, and dS^T is the
 // (transposed) left operand of dQ.  A task is one chunk of keys of one kv head, with its dK and dV
-// in private memory.  dQ is summed over chunks in their order: a turnstile per block of queries lets
-// chunk c in after chunk c - 1, so the bits do not depend on the number of threads.
+// in private memory.  dQ is summed over chunks in their order: a turnstile per block of queries
+// lets chunk c in after chunk c - 1, so the bits do not depend on the number of threads.
 
 constexpr int64_t kKeyChunk = 16 * kRows;
 constexpr int kQueryRows = 4;  // rows of a dQ tile: kBlock is a multiple, and 4 x kColumns fit
@@ -96,7 +96,8 @@ class Backward {
         for (int64_t c = 0; c * kKeyChunk < greater<int64_t>(s.lk, 1); ++c) {
           open_chunk(s, kv, c, t);
           for (int64_t h = kv * group_; h < (kv + 1) * group_; ++h) {
-            if (group_ > 1) begin_head(s, sequence, h, t.queries, c ? nullptr : head_dq(t, h - kv * group_), t);
+            if (group_ > 1)
+              begin_head(s, sequence, h, t.queries, c ? nullptr : head_dq(t, h - kv * group_), t);
             T* dq = group_ > 1 ? head_dq(t, h - kv * group_) : t.dq;
             for (int64_t i = 0; i < s.lq; i += kBlock)
               block(sequence, h, c, i, t.queries, dq, t, [] {});
@@ -121,7 +122,8 @@ class Backward {
       turn[row / kBlock + b] = 0;
     });
     // Chunk by chunk over all heads: neighbours in this order rarely wait for each other, and a
-    // chunk's predecessor has always been taken before it, so a waiting worker waits for a running one.
+    // chunk's predecessor has always been taken before it, so a waiting worker waits for a running
+    // one.
     for_each(team_, chunks * heads, [&](int64_t item, int worker) {
       Scratch& t = scratch[worker];
       const int64_t c = item / heads, sequence = item % heads / p_.kv_heads;
@@ -153,17 +155,17 @@ class Backward {
 
  private:
   struct Scratch {
-    Element *k, *v;    // [kKeyChunk] rows of this chunk, the left operands of S^T and dP^T
-    Element* k_right;  // the same keys as row panels, the right operand of dQ
-    T *dk, *dv;        // [kKeyChunk][..]
-    T *s, *p, *ds;     // [kRows][kBlock] strips of S^T, P^T, dS^T
-    T *slope, *drop;   // [kRows][kBlock]
-    T* bias;           // [kKeyChunk][kBlock] the bias, transposed
-    T* line;           // [kKeyChunk]
+    Element *k, *v;             // [kKeyChunk] rows of this chunk, the left operands of S^T and dP^T
+    Element* k_right;           // the same keys as row panels, the right operand of dQ
+    T *dk, *dv;                 // [kKeyChunk][..]
+    T *s, *p, *ds;              // [kRows][kBlock] strips of S^T, P^T, dS^T
+    T *slope, *drop;            // [kRows][kBlock]
+    T* bias;                    // [kKeyChunk][kBlock] the bias, transposed
+    T* line;                    // [kKeyChunk]
     Element *p_left, *ds_left;  // [kRows][kBlock] as left operands (only for pairs)
-    Element* ds_tile;  // [kKeyChunk][kBlock] dS^T, transposed left operand of dQ
+    Element* ds_tile;           // [kKeyChunk][kBlock] dS^T, transposed left operand of dQ
     Element* fetch;
-    T* dq;             // [heads of the group][rows][dk_ld] when a worker keeps a whole kv head
+    T* dq;  // [heads of the group][rows][dk_ld] when a worker keeps a whole kv head
     PackedQueries<Op> queries;
     bool k_finite;
   };
@@ -274,8 +276,8 @@ class Backward {
   // The block of queries from i on against chunk c.  `enter` is called before dQ is added to;
   // returns false, without having called it, where nothing is visible.
   template <class Enter>
-  bool block(int64_t sequence, int64_t h, int64_t c, int64_t i, const PackedQueries<Op>& all,
-             T* dq, Scratch& t, const Enter& enter) {
+  bool block(int64_t sequence, int64_t h, int64_t c, int64_t i, const PackedQueries<Op>& all, T* dq,
+             Scratch& t, const Enter& enter) {
     const Sequence& s = p_.sequence[sequence];
     const Labels<T> key_labels = key_labels_.from(s.key_pad);
     const Labels<T> query_labels = query_labels_.from(s.row_pad);
@@ -398,9 +400,9 @@ class Backward {
       return;
     }
     for (int64_t q = 0; q < n; q += kQueryRows)
-      accumulate<Op, kQueryRows, true>(
-          t.ds_tile + begin * kBlock + q * Op::kPair, kBlock, t.k_right + begin * kPanel<T>,
-          kKeyChunk * kPanel<T>, end - begin, dq + q * dk_ld_, dk_ld_, dk_columns_);
+      accumulate<Op, kQueryRows, true>(t.ds_tile + begin * kBlock + q * Op::kPair, kBlock,
+                                       t.k_right + begin * kPanel<T>, kKeyChunk * kPanel<T>,
+                                       end - begin, dq + q * dk_ld_, dk_ld_, dk_columns_);
   }
 
   // The same where K holds NaN or infinities: a key with dS = 0 adds nothing.

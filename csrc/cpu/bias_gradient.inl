@@ -19,10 +19,8 @@ class BiasGradient {
   void run() {
     const int64_t heads = p_.sequences * p_.kv_heads;
     const int64_t blocks = (p_.max_lk + kBlock - 1) / kBlock;
-    const int64_t row_tiles =
-        p_.bias_row == 1 ? 1 : (p_.max_lq + kRowBlock - 1) / kRowBlock;
-    const int64_t column_tiles =
-        p_.bias_column == 1 ? 1 : (p_.max_lk + kGroup - 1) / kGroup;
+    const int64_t row_tiles = p_.bias_row == 1 ? 1 : (p_.max_lq + kRowBlock - 1) / kRowBlock;
+    const int64_t column_tiles = p_.bias_column == 1 ? 1 : (p_.max_lk + kGroup - 1) / kGroup;
     const int64_t tiles = p_.bias_batch * p_.bias_head * row_tiles * column_tiles;
     const int workers =
         static_cast<int>(lesser<int64_t>(team_.threads, greater(tiles, heads * blocks)));
@@ -107,7 +105,8 @@ class BiasGradient {
     }
   }
 
-  // n queries from i against the group of keys from j.  `row` is their first row of the tile, or -1.
+  // n queries from i against the group of keys from j.  `row` is their first row of the tile, or
+  // -1.
   void strip(int64_t sequence, int64_t h, int64_t i, int64_t n, int64_t j, const T* k, const T* v,
              int64_t row, bool all_columns, Scratch& t) {
     const Sequence& s = p_.sequence[sequence];
@@ -134,7 +133,8 @@ class BiasGradient {
         head.row(i + m, j + x, lesser(kBlock, columns - x), score + x, t.bias);
       if (dropout.active) {
         dropout.row(i + m, j, ceil_to(columns, 4), t.drop);
-        for (int64_t x = 0; x < columns; x += kLanes<T>) store(dp + x, load(dp + x) * load(t.drop + x));
+        for (int64_t x = 0; x < columns; x += kLanes<T>)
+          store(dp + x, load(dp + x) * load(t.drop + x));
       }
       double* sum = t.sum + greater<int64_t>(row, 0) * kGroup + (row < 0 ? 0 : m * kGroup);
       for (int64_t x = 0; x < columns; x += kLanes<T>) {

@@ -2,8 +2,8 @@
 // cost more than using them.
 //
 // Keys are read once, where they lie.  All rows that share a kv head (the queries of the group's
-// heads) meet each key together.  The keys are split into chunks of kDecodeChunk, counted from key 0,
-// each with its own maximum, sum and output; a second pass merges the chunks in their order.  So
+// heads) meet each key together.  The keys are split into chunks of kDecodeChunk, counted from key
+// 0, each with its own maximum, sum and output; a second pass merges the chunks in their order.  So
 // the bits depend on no thread and no batch.
 
 constexpr int64_t kDecodeChunk = 4 * kBlock;
@@ -34,8 +34,8 @@ template <class From>
 class Decode {
   using T = typename From::T;
   using Stored = typename From::Stored;
-  static constexpr int kMaxRows = 4;                     // rows that meet a key at once
-  static constexpr int kAccumulators = 4 * kColumns;     // registers for one product
+  static constexpr int kMaxRows = 4;                  // rows that meet a key at once
+  static constexpr int kAccumulators = 4 * kColumns;  // registers for one product
 
  public:
   Decode(const AttentionParams& p, const Team& team)

@@ -25,7 +25,8 @@ struct PackedKeys {
   }
   PackedKeys from(int64_t key, int64_t head_dim) const {
     using T = typename Op::Real;
-    return {k + key * depth_of<Op>(head_dim), v + key * kPanel<T>, v_panel, v_finite + key / kBlock};
+    return {k + key * depth_of<Op>(head_dim), v + key * kPanel<T>, v_panel,
+            v_finite + key / kBlock};
   }
 };
 
@@ -61,7 +62,8 @@ class Forward {
     const int64_t shared_keys = together ? 0 : p_.packed_keys * p_.kv_heads;
 
     const int64_t blocks = (p_.max_lk + kBlock - 1) / kBlock;
-    const int64_t items = together ? heads : greater(heads * blocks, row_blocks * p_.sequences * p_.q_heads);
+    const int64_t items =
+        together ? heads : greater(heads * blocks, row_blocks * p_.sequences * p_.q_heads);
     const int workers = static_cast<int>(lesser<int64_t>(team_.threads, items));
 
     PackedKeys<Op> shared;
@@ -79,8 +81,7 @@ class Forward {
         Scratch& t = scratch[worker];
         const int64_t sequence = item / p_.kv_heads, kv = item % p_.kv_heads;
         const Sequence& s = p_.sequence[sequence];
-        for (int64_t block = 0; block * kBlock < s.lk; ++block)
-          pack(s, kv, block, t.keys, t.fetch);
+        for (int64_t block = 0; block * kBlock < s.lk; ++block) pack(s, kv, block, t.keys, t.fetch);
         for (int64_t h = kv * group_; h < (kv + 1) * group_; ++h)
           for (int64_t r = 0; r < s.lq; r += kRowBlock) rows(sequence, h, r, t.keys, t);
       });
@@ -137,12 +138,14 @@ class Forward {
     return shared.from(kv * p_.packed_keys + s.key_pad, p_.head_dim);
   }
 
+  // Nothing reads a block past its last key, rounded up to a panel.
   void pack(const Sequence& s, int64_t kv, int64_t block, const PackedKeys<Op>& keys,
             Element* fetch) {
     const int64_t j = block * kBlock, n = lesser(kBlock, s.lk - j);
+    const int64_t rounded = ceil_to(n, kPanel<T>);
     const PackedKeys<Op> to = keys.from(j, p_.head_dim);
-    pack_transposed<Op>(key_rows(p_, p_.k, s, kv, j, n, p_.head_dim), kBlock, T{1}, to.k, fetch);
-    *to.v_finite = pack_rows<Op>(key_rows(p_, p_.v, s, kv, j, n, p_.value_dim), kBlock, T{1}, to.v,
+    pack_transposed<Op>(key_rows(p_, p_.k, s, kv, j, n, p_.head_dim), rounded, T{1}, to.k, fetch);
+    *to.v_finite = pack_rows<Op>(key_rows(p_, p_.v, s, kv, j, n, p_.value_dim), rounded, T{1}, to.v,
                                  to.v_panel, fetch);
   }
 
@@ -187,7 +190,8 @@ class Forward {
       product<Op, kRows>(t.q + x * q_ld_, q_ld_, keys.k + j * depth, kPanel<T> * depth, depth, s,
                          kGroup, stop - j);
       if constexpr (Op::kPair > 1)
-        for (int m = 0; m < kRows; ++m) scale_row(s + m * kGroup, stop - j, static_cast<T>(p_.scale));
+        for (int m = 0; m < kRows; ++m)
+          scale_row(s + m * kGroup, stop - j, static_cast<T>(p_.scale));
       if (!head.plain(i, i + n, j, stop))
         for (int64_t m = 0; m < n; ++m) head.row(i + m, j, stop - j, s + m * kGroup, t.bias);
       finite &= keys.v_finite[block] != 0;
@@ -273,8 +277,8 @@ class Forward {
             v = load(panel + (g + y) * kPanel<T> + d % kPanel<T>);
           else
             for (int l = 0; l < kLanes<T>; ++l)
-              v[l] = from_bf16(panel[floor_to(g + y, 2) * kPanel<T> +
-                                     2 * (d % kPanel<T> + l) + (g + y) % 2]);
+              v[l] = from_bf16(
+                  panel[floor_to(g + y, 2) * kPanel<T> + 2 * (d % kPanel<T> + l) + (g + y) % 2]);
           store(o + d, load(o + d) + w * v);
         }
       }

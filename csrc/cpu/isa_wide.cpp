@@ -1,4 +1,5 @@
-// 64-byte vectors and bfloat16 pairs in plain code: the AVX-512 kernels' shapes on any machine, for tests.
+// 64-byte vectors and bfloat16 pairs in plain code: the AVX-512 kernels' shapes on any machine, for
+// tests.
 #include <cstdint>
 #include <type_traits>
 #include <utility>

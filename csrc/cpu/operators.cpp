@@ -6,6 +6,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
+#include <array>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -44,38 +45,44 @@ DType dtype_of(const Tensor& t, const char* name) {
 
 Array array_of(const Tensor& t, const char* name) {
   STD_TORCH_CHECK(t.dim() == 4, name, " has ", t.dim(), " dimensions, expected 4");
-  return {const_cast<void*>(t.const_data_ptr()), dtype_of(t, name), t.stride(0), t.stride(1),
-          t.stride(2), t.stride(3)};
+  return {const_cast<void*>(t.const_data_ptr()),
+          dtype_of(t, name),
+          t.stride(0),
+          t.stride(1),
+          t.stride(2),
+          t.stride(3)};
 }
 
-Tensor empty(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+template <size_t N>
+Tensor empty(const std::array<int64_t, N>& sizes, const std::array<int64_t, N>& strides,
              ScalarType dtype) {
   int32_t code = aoti_torch_dtype_float32();
   if (dtype == ScalarType::Double) code = aoti_torch_dtype_float64();
   if (dtype == ScalarType::BFloat16) code = aoti_torch_dtype_bfloat16();
   if (dtype == ScalarType::Half) code = aoti_torch_dtype_float16();
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()),
-                                                         sizes.data(), strides.data(), code,
-                                                         aoti_torch_device_type_cpu(), 0, &handle));
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(static_cast<int64_t>(N), sizes.data(), strides.data(), code,
+                               aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
 }
 
-Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype) {
-  std::vector<int64_t> strides(sizes.size(), 1);
-  for (size_t i = sizes.size(); i-- > 1;)
-    strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
+template <size_t N>
+Tensor empty(const std::array<int64_t, N>& sizes, ScalarType dtype) {
+  std::array<int64_t, N> strides;
+  int64_t stride = 1;
+  for (size_t i = N; i-- > 0; stride *= std::max<int64_t>(sizes[i], 1)) strides[i] = stride;
   return empty(sizes, strides, dtype);
 }
 
 // [B, H, L, D], laid out as [B, L, H, D] where `like` is: a projection that follows needs no copy.
 Tensor empty_like_layout(const Tensor& like, int64_t last) {
-  const int64_t b = like.size(0), h = like.size(1), l = like.size(2);
-  const auto one = [](int64_t n) { return std::max<int64_t>(n, 1); };
-  if (like.stride(1) < like.stride(2) && h > 1 && l > 1)
-    return empty({b, h, l, last}, {one(l) * one(h) * one(last), one(last), one(h) * one(last), 1},
-                 like.scalar_type());
-  return empty({b, h, l, last}, like.scalar_type());
+  const std::array<int64_t, 4> sizes{like.size(0), like.size(1), like.size(2), last};
+  const int64_t h = std::max<int64_t>(sizes[1], 1), l = std::max<int64_t>(sizes[2], 1);
+  const int64_t d = std::max<int64_t>(last, 1);
+  if (h > 1 && l > 1 && like.stride(1) < like.stride(2))
+    return empty<4>(sizes, {l * h * d, d, h * d, 1}, like.scalar_type());
+  return empty<4>(sizes, like.scalar_type());
 }
 
 std::optional<Tensor> contiguous(const MaybeTensor& t, ScalarType expected, const char* name) {
@@ -233,8 +240,8 @@ struct Call {
       s.lq = packed ? qs[i + 1] - qs[i] : p.q_rows;
       s.k0 = packed ? ks[i] : 0;
       s.lk = packed ? ks[i + 1] - ks[i] : p.k_rows;
-      STD_TORCH_CHECK(s.q0 >= 0 && s.lq >= 0 && s.q0 + s.lq <= p.q_rows && s.k0 >= 0 &&
-                          s.lk >= 0 && s.k0 + s.lk <= p.k_rows,
+      STD_TORCH_CHECK(s.q0 >= 0 && s.lq >= 0 && s.q0 + s.lq <= p.q_rows && s.k0 >= 0 && s.lk >= 0 &&
+                          s.k0 + s.lk <= p.k_rows,
                       "cu_seqlens do not describe sequences inside the packed tensors");
       const int64_t full = s.lk;
       if (limit) s.lk = std::clamp<int64_t>(limit[i], 0, s.lk);
@@ -252,17 +259,17 @@ struct Call {
   }
 };
 
-#define ATTNKIT_PARAMETERS                                                                         \
-  const MaybeTensor &bias, const MaybeTensor &sinks, const MaybeTensor &keep,                      \
-      const MaybeTensor &lengths, const MaybeTensor &q_segments, const MaybeTensor &k_segments,    \
-      const MaybeTensor &blocks, const MaybeTensor &alibi, const MaybeTensor &seed,                \
-      const MaybeTensor &cu_seqlens_q, const MaybeTensor &cu_seqlens_k, double scale,              \
-      std::optional<int64_t> left, std::optional<int64_t> right, bool bottom_right, double softcap, \
-      double dropout_p
-#define ATTNKIT_OPTIONS                                                                         \
-  Options options {                                                                             \
-    bias, sinks, keep, lengths, q_segments, k_segments, blocks, alibi, seed, cu_seqlens_q,      \
-        cu_seqlens_k, scale, left, right, bottom_right, softcap, dropout_p                      \
+#define ATTNKIT_PARAMETERS                                                                      \
+  const MaybeTensor &bias, const MaybeTensor &sinks, const MaybeTensor &keep,                   \
+      const MaybeTensor &lengths, const MaybeTensor &q_segments, const MaybeTensor &k_segments, \
+      const MaybeTensor &blocks, const MaybeTensor &alibi, const MaybeTensor &seed,             \
+      const MaybeTensor &cu_seqlens_q, const MaybeTensor &cu_seqlens_k, double scale,           \
+      std::optional<int64_t> left, std::optional<int64_t> right, bool bottom_right,             \
+      double softcap, double dropout_p
+#define ATTNKIT_OPTIONS                                                                    \
+  Options options {                                                                        \
+    bias, sinks, keep, lengths, q_segments, k_segments, blocks, alibi, seed, cu_seqlens_q, \
+        cu_seqlens_k, scale, left, right, bottom_right, softcap, dropout_p                 \
   }
 
 ScalarType lse_dtype(const Tensor& q) {
@@ -296,7 +303,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
   const ATTNKIT_OPTIONS;
   Call call(q, k, v, options, false);
   Tensor out = empty_like_layout(q, v.size(3));
-  Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, lse_dtype(q));
+  Tensor lse = empty<3>({q.size(0), q.size(1), q.size(2)}, lse_dtype(q));
   if (cu_seqlens_q.has_value()) clear_outside(call, out, lse);
   call.p.out = array_of(out, "out");
   call.p.lse = lse.mutable_data_ptr();
@@ -313,7 +320,7 @@ std::tuple<Tensor, Tensor> decode(const Tensor& q, const Tensor& k, const Tensor
                   "decoding takes no blocks, no packed sequences and no dropout");
   Call call(q, k, v, options, true);
   Tensor out = empty_like_layout(q, v.size(3));
-  Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, lse_dtype(q));
+  Tensor lse = empty<3>({q.size(0), q.size(1), q.size(2)}, lse_dtype(q));
   call.p.out = array_of(out, "out");
   call.p.lse = lse.mutable_data_ptr();
   const bool few = call.p.q_rows * call.p.q_heads <= 64 * call.p.kv_heads;
@@ -343,7 +350,7 @@ Gradients backward(const Tensor& dout, const MaybeTensor& dlse, const Tensor& q,
   p.lse = const_cast<void*>(whole_lse.const_data_ptr());
   p.dlse = data_of<void>(whole_dlse);
 
-  const auto none = [&] { return empty({0}, q.scalar_type()); };
+  const auto none = [&] { return empty<1>({0}, q.scalar_type()); };
   const bool packed = cu_seqlens_q.has_value();
   // keys past a length, and rows of no sequence, are never visited: their gradient is 0
   const auto gradient = [&](bool wanted, const Tensor& of, bool partly, Array& array) {
@@ -369,7 +376,7 @@ Gradients backward(const Tensor& dout, const MaybeTensor& dlse, const Tensor& q,
 
   Tensor dsinks = none(), dbias = none();
   if (want_dsinks) {
-    dsinks = empty({p.q_heads}, sinks->scalar_type());
+    dsinks = empty<1>({p.q_heads}, sinks->scalar_type());
     for (int64_t h = 0; h < p.q_heads; ++h) {
       double sum = 0;
       for (int64_t s = 0; s < p.sequences; ++s)
@@ -381,8 +388,8 @@ Gradients backward(const Tensor& dout, const MaybeTensor& dlse, const Tensor& q,
     }
   }
   if (want_dbias) {
-    std::vector<int64_t> sizes;
-    for (int64_t d = 0; d < 4; ++d) sizes.push_back(bias->stride(d) == 0 ? 1 : bias->size(d));
+    std::array<int64_t, 4> sizes;
+    for (int64_t d = 0; d < 4; ++d) sizes[d] = bias->stride(d) == 0 ? 1 : bias->size(d);
     dbias = empty(sizes, bias->scalar_type());
     p.dbias = array_of(dbias, "dbias");
     p.bias_batch = sizes[0], p.bias_head = sizes[1], p.bias_row = sizes[2];

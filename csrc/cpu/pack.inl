@@ -148,8 +148,8 @@ ATTNKIT_INLINE void scale_row(Element* row, int64_t n, Element factor) {
 
 // Row `r` of `rows`, zero-padded to `padded`, times `factor` (ignored for pairs, which stay exact).
 template <class Op>
-ATTNKIT_INLINE bool fetch_row(const Rows& rows, int64_t r, int64_t padded,
-                              typename Op::Real factor, typename Op::Element* to) {
+ATTNKIT_INLINE bool fetch_row(const Rows& rows, int64_t r, int64_t padded, typename Op::Real factor,
+                              typename Op::Element* to) {
   using Element = typename Op::Element;
   int64_t n = 0;
   bool finite = true;

@@ -1,7 +1,7 @@
 // Philox-4x32-10 (Salmon et al., SC 2011): the dropout mask, the same on every backend.
 //
-// Key: the 64-bit seed.  Counter: (key / 4, query, head, batch), lane key % 4.  A weight is kept when
-// (x >> 8) * 2^-24 >= p.
+// Key: the 64-bit seed.  Counter: (key / 4, query, head, batch), lane key % 4.  A weight is kept
+// when (x >> 8) * 2^-24 >= p.
 
 constexpr int kWideLanes = kVectorBytes / 8;
 typedef uint64_t Wide __attribute__((vector_size(kVectorBytes)));  // 32-bit values, one per 64 bits

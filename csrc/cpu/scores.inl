@@ -10,10 +10,10 @@ enum BlockState : uint8_t { kHidden = 0, kPartly = 1, kVisible = 2 };
 template <class T>
 struct Labels {
   using Int = typename Simd<T>::Int;
-  Int* keep = nullptr;         // -1 visible, 0 hidden; nullptr: all visible
-  Int* segment = nullptr;      // nullptr: none
-  uint8_t* state = nullptr;    // per block of kBlock, of `keep`
-  int32_t* lowest = nullptr;   // per block, of `segment`
+  Int* keep = nullptr;        // -1 visible, 0 hidden; nullptr: all visible
+  Int* segment = nullptr;     // nullptr: none
+  uint8_t* state = nullptr;   // per block of kBlock, of `keep`
+  int32_t* lowest = nullptr;  // per block, of `segment`
   int32_t* highest = nullptr;
 
   Labels from(int64_t start) const {
@@ -72,15 +72,15 @@ void fill_labels(const AttentionParams& p, const Team& team, Labels<T>& keys, La
 template <class T>
 struct Line {
   using Int = typename Simd<T>::Int;
-  int64_t first;             // index of lane 0
-  int64_t n;                 // lanes, whole vectors
-  int64_t begin, end;        // visible indices by the band and the lengths
-  int64_t centre;            // ALiBi: distance |index - centre|
+  int64_t first;                 // index of lane 0
+  int64_t n;                     // lanes, whole vectors
+  int64_t begin, end;            // visible indices by the band and the lengths
+  int64_t centre;                // ALiBi: distance |index - centre|
   const Int* keep = nullptr;     // of lane 0, or nullptr
   const Int* segment = nullptr;  // of lane 0, or nullptr
-  Int id = 0;                // the segment that this line belongs to
-  const T* bias = nullptr;   // of lane 0, or nullptr
-  bool hidden = false;       // the whole line
+  Int id = 0;                    // the segment that this line belongs to
+  const T* bias = nullptr;       // of lane 0, or nullptr
+  bool hidden = false;           // the whole line
 };
 
 // Softcap, ALiBi, bias and masks on `s`, in place.  `slope`, if given, receives d(logit)/d(score).
@@ -186,8 +186,8 @@ class Head {
   // Key j against n queries from i, all in one block.  `bias` is the matching line, or nullptr.
   void column(int64_t j, int64_t i, int64_t n, T* s, const T* bias, T* slope) const {
     Line<T> line{i, n, first_query(j), last_query(j + 1), j - s_.off};
-    line.hidden = j >= s_.lk || (keys_.keep && !keys_.keep[j]) ||
-                  (blocks_ && !flag(i / kBlock, j / kBlock));
+    line.hidden =
+        j >= s_.lk || (keys_.keep && !keys_.keep[j]) || (blocks_ && !flag(i / kBlock, j / kBlock));
     if (queries_.segment && !line.hidden)
       line.segment = queries_.segment + i, line.id = keys_.segment[j];
     line.bias = bias;
