@@ -36,7 +36,7 @@ class Case:
         blocks, joined by "+".
     bias: "" or dtype and pattern, e.g. "bool:bhqk", "float:1h1k" or "float32:11qk" (float32
         whatever the dtype of q).  A 1 is a dimension along which the bias is broadcast.
-    low: some entries of the float bias are the lowest finite float, some -inf, whole rows included.
+    low: some entries of the float bias are the lowest finite float, some -inf; and a row of each.
     layout: strides of q, k, v: plain, transposed ([B, L, H, D] memory), sliced (odd offsets in a
         larger buffer), inner2 (every second element), expanded (k and v stretched along the batch).
         Whatever lies between the elements is NaN.
@@ -152,8 +152,9 @@ def build(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
             if case.low:
                 bias[chance(0.2, *shape)] = torch.finfo(bias.dtype).min
                 bias[chance(0.2, *shape)] = -_INF
-                bias[:, :, :1] = torch.finfo(bias.dtype).min
-                bias[:, :, lq // 2 : lq // 2 + 1] = -_INF
+                if "q" in pattern:
+                    bias[:, :, :1] = torch.finfo(bias.dtype).min
+                    bias[:, :, lq // 2 : lq // 2 + 1] = -_INF
         fields["bias"] = bias.expand(b, hq, lq, lk)
     acc = accumulation_dtype(dtype)
     if case.sinks:

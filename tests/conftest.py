@@ -11,6 +11,10 @@ from attnkit import dispatch
 from attnkit.testing import recorded_backends
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "isa: also run with every instruction set of the CPU kernels")
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)

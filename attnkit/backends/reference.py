@@ -75,6 +75,8 @@ def backward(
 
     q, k, v = (t.detach().requires_grad_(need) for t, need in zip((q, k, v), needs, strict=False))
     bias, sinks = leaf(bias, needs[3]), leaf(args.sinks, needs[4])
+    if not any(t is not None and t.requires_grad for t in (q, k, v, bias, sinks)):
+        return None, None, None, None, None
     with torch.enable_grad():
         wide = bias
         if bias is not None and args.bias is not None and bias.dtype != torch.bool:
@@ -83,8 +85,12 @@ def backward(
         outputs = attend(q, k, v, args._replace(bias=wide, sinks=sinks), spec)
     wanted = [t for t in (q, k, v, bias, sinks) if t is not None and t.requires_grad]
     above = (dout, torch.zeros_like(lse) if dlse is None else dlse)
+    # lse has no gradient where only v wants one
+    pairs = [(y, g) for y, g in zip(outputs, above, strict=True) if y.requires_grad]
     with without_autocast(q):
-        grads = torch.autograd.grad(outputs, wanted, above, materialize_grads=True)
+        grads = torch.autograd.grad(
+            [y for y, _ in pairs], wanted, [g for _, g in pairs], materialize_grads=True
+        )
     by_leaf = dict(zip(map(id, wanted), grads, strict=True))
     dq, dk, dv, dbias, dsinks = (by_leaf.get(id(t)) for t in (q, k, v, bias, sinks))
     return dq, dk, dv, dbias, dsinks
