@@ -103,18 +103,24 @@ def test_equal_to_torch(batch_first, bias, mask, padding):
             same(got[1], want[1])
 
 
+VARIANTS = (
+    {},
+    {"batch_first": True},
+    {"bias": False},
+    {"add_bias_kv": True, "batch_first": True},
+    {"add_zero_attn": True},
+    {"add_bias_kv": True, "add_zero_attn": True},
+)
+
+
 @pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("inputs", ["self", "memory", "three"])
 @pytest.mark.parametrize(
-    "kwargs",
+    ("kwargs", "inputs"),
     [
-        {},
-        {"batch_first": True},
-        {"bias": False},
-        {"kdim": 6, "vdim": 10},
-        {"add_bias_kv": True, "batch_first": True},
-        {"add_zero_attn": True},
-        {"add_bias_kv": True, "add_zero_attn": True},
+        *itertools.product(VARIANTS, ("self", "memory", "three")),
+        ({"kdim": 6, "vdim": 10}, "three"),
+        ({"kdim": 6, "vdim": 6, "add_bias_kv": True}, "memory"),
+        ({"vdim": 10, "bias": False, "batch_first": True}, "three"),
     ],
     ids=str,
 )
@@ -122,8 +128,6 @@ def test_gradients_equal_to_torch(kwargs, inputs, need_weights):
     torch.manual_seed(1)
     modules = pair(**kwargs)
     widths = (E, kwargs.get("kdim", E), kwargs.get("vdim", E))
-    if "kdim" in kwargs and inputs != "three":
-        pytest.skip("key and value have to be two tensors")
     keys = L if inputs == "self" else S
     lengths = (L, keys, keys)
     leaves = [torch.randn(n, N, w, **F64) for n, w in zip(lengths, widths, strict=True)]
@@ -471,6 +475,39 @@ def test_compiles_to_one_graph(need_weights):
         torch.testing.assert_close(got, want)
 
 
+def test_gradients_per_sample():
+    torch.manual_seed(14)
+    module = pair(batch_first=True)[0]
+    x = torch.randn(N, L, E, **F64)
+    hidden = torch.arange(L) >= torch.tensor([[L], [2], [0]])
+    parameters = dict(module.named_parameters())
+
+    def loss(parameters, x, hidden):
+        inputs = (x[None], x[None], x[None], hidden[None])
+        out, weights = torch.func.functional_call(module, parameters, inputs)
+        return out.square().sum() + weights.square().sum()
+
+    per_sample = torch.func.grad(loss)
+    got = torch.func.vmap(per_sample, (None, 0, 0))(parameters, x, hidden)
+    for i in range(N):
+        for name, want in per_sample(parameters, x[i], hidden[i]).items():
+            same(got[name][i], want)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_second_derivatives(need_weights):
+    torch.manual_seed(15)
+    module = pair(batch_first=True)[0]
+    x = torch.randn(2, 3, E, **F64, requires_grad=True)
+    hidden = torch.tensor([[False, False, True], [True, True, True]])
+
+    def run(x):
+        out, weights = module(x, x, x, hidden, need_weights)
+        return out if weights is None else (out, weights)
+
+    assert torch.autograd.gradgradcheck(run, (x,), atol=1e-6, fast_mode=True)
+
+
 def bad(x, **kwargs):
     return {"query": x, "key": x, "value": x, **kwargs}
 
@@ -537,6 +574,7 @@ def test_wrong_calls(name):
         nn.MultiheadAttention(E, H, batch_first=True)(**arguments)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_are_refused():
     nested = torch.nested.nested_tensor([torch.randn(2, E), torch.randn(3, E)])
     with pytest.raises(NotImplementedError, match=r"query is a nested tensor.*key padding mask"):

@@ -128,7 +128,8 @@ def test_equal_to_torch(name, mask, padding):
         mine, theirs = shared_pair(name, batch_first, norm_first, bias)
         args, masks = inputs(name, batch_first, mask, padding)
         want = theirs.train()(*args, **masks)
-        for train, grad in itertools.product((True, False), repeat=2):
+        modes = [(True, True), (False, False), (True, False), (False, True)]
+        for train, grad in modes if name.endswith("Layer") else modes[:2]:
             with torch.set_grad_enabled(grad):
                 got = mine.train(train)(*args, **masks)
             same(got, want)

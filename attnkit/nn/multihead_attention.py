@@ -191,9 +191,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         x = x.unflatten(-1, (parts, self.num_heads, self.head_dim))
         if x.dim() == 4:  # unbatched
             x = x.unsqueeze(0)
-        elif not self.batch_first:
-            x = x.transpose(0, 1)
-        return x.transpose(1, 3).unbind(2)  # [N, L, parts, H, D] -> parts of [N, H, L, D]
+            order = (0, 2, 1, 3)
+        else:
+            order = (0, 2, 1, 3) if self.batch_first else (1, 2, 0, 3)
+        # parted before the heads move, so that the gradient is put together by one copy
+        return tuple(part.permute(order) for part in x.unbind(2))
 
     def _merge_heads(self, out: Tensor, batched: bool) -> Tensor:
         """The output projection of ``[N, H, L, D]``, laid out as the query was."""
