@@ -18,16 +18,17 @@ from attnkit import dispatch
 from attnkit.backends import reference
 from attnkit.spec import AttentionSpec, TensorArgs
 
+NO_ARGS = TensorArgs()
+
 _TILE = 1 << 20  # scores that a recomputation holds at once
 
-_interpreter = torch._C._functorch.peek_interpreter_stack
+_transformed = torch._C._are_functorch_transforms_active  # the one question that Dynamo can answer
 _tracing = torch.compiler.is_dynamo_compiling
-_OTHERS = len(TensorArgs._fields) - 2  # tensors of a call without a gradient: all but bias, sinks
 
 
 def in_transform() -> bool:
     """Whether a functorch transform or a forward-mode AD level is active."""
-    return _interpreter() is not None or forward_ad._current_level >= 0
+    return _transformed() or forward_ad._current_level >= 0
 
 
 def run(
@@ -40,7 +41,7 @@ def run(
     """
     bias, sinks = args.bias, args.sinks
     full = args if bias is None else expanded(args, q, k)
-    if in_transform():
+    if _transformed() or forward_ad._current_level >= 0:
         return reference.attend(q, k, v, full, spec)
     impl = dispatch.select(q, k, v, full, spec)
     if torch.is_grad_enabled() and (
@@ -50,10 +51,13 @@ def run(
         or (bias is not None and bias.requires_grad)
         or (sinks is not None and sinks.requires_grad)
     ):
-        if _tracing():  # Dynamo refuses one tensor in two places
-            k, v = k.view_as(k), v.view_as(v)
-        return _Attention.apply(q, k, v, bias, sinks, *_others(args), spec, impl)  # type: ignore
-    return impl.forward(q, k, v, full, spec)
+        if _tracing():
+            if impl is reference:  # its backward is autograd's, which the graph has anyway
+                return reference.attend(q, k, v, full, spec)
+            k, v = k.view_as(k), v.view_as(v)  # Dynamo refuses one tensor in two places
+        others = () if args is NO_ARGS else args[2:]
+        return _Attention.apply(q, k, v, bias, sinks, spec, impl, *others)  # type: ignore[no-any-return]
+    return impl.forward(q, k, v, full, spec)  # type: ignore[no-any-return]
 
 
 def expanded(args: TensorArgs, q: Tensor, k: Tensor) -> TensorArgs:
@@ -63,19 +67,27 @@ def expanded(args: TensorArgs, q: Tensor, k: Tensor) -> TensorArgs:
     return args._replace(bias=args.bias.expand(*q.shape[:3], k.shape[2]))
 
 
-def _others(args: TensorArgs) -> tuple[Tensor | None, ...]:
-    return args[2:]
-
-
 class _Attention(torch.autograd.Function):
-    """apply(q, k, v, bias, sinks, *others, spec, impl) -> (out, lse), both differentiable."""
+    """apply(q, k, v, bias, sinks, spec, impl, *others) -> (out, lse), both differentiable.
+
+    `others` are the rest of TensorArgs, or nothing: a call without options should not pay for them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, *tensors, spec, impl = inputs
-        args = TensorArgs(*tensors)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        spec: AttentionSpec,
+        impl: Any,
+        *others: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        args = TensorArgs(bias, sinks, *others) if others else NO_ARGS
         out, lse = impl.forward(q, k, v, expanded(args, q, k), spec)
-        ctx.save_for_backward(out, lse, q, k, v, *args)
+        ctx.save_for_backward(out, lse, q, k, v, bias, sinks, *others)
         ctx.spec, ctx.impl = spec, impl
         ctx.set_materialize_grads(False)
         return out, lse
@@ -85,7 +97,7 @@ class _Attention(torch.autograd.Function):
         out, lse, *tensors = ctx.saved_tensors
         if dout is None:
             if dlse is None:
-                return (None,) * (7 + _OTHERS)
+                return (None,) * (2 + len(tensors))
             dout = torch.zeros_like(out)
         needs = tuple(ctx.needs_input_grad[:5])
         grads: Any
@@ -97,7 +109,7 @@ class _Attention(torch.autograd.Function):
             )
         else:
             grads = _backward(dout, dlse, tensors, out, lse, ctx.spec, ctx.impl, needs)
-        return (*grads, *(None,) * (2 + _OTHERS))
+        return (*grads, *(None,) * (len(tensors) - 3))
 
 
 class _Gradient(torch.autograd.Function):
@@ -128,7 +140,7 @@ class _Gradient(torch.autograd.Function):
                     old if new is None else new if old is None else old + new
                     for old, new in zip(total, part, strict=True)
                 ]
-        return (*total, *(None,) * (5 + _OTHERS))
+        return (*total, *(None,) * len(tensors))
 
 
 def _backward(

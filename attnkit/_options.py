@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from attnkit import _checks, masks
+from attnkit._autograd import NO_ARGS
 from attnkit.masks import Mask, describe
 from attnkit.spec import AttentionSpec, TensorArgs
-
-NO_ARGS = TensorArgs()
 
 
 class Options(NamedTuple):

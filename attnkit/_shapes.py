@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor
+from torch import Size, Tensor
 
 from attnkit import _checks
+
+
+def fit(q: Size, k: Size, v: Size) -> bool:
+    """Whether 4-D shapes need no broadcasting: one batch size, one head count, sizes that match."""
+    return len(k) == 4 and len(v) == 4 and k[:3] == v[:3] and q[:2] == k[:2] and q[3] == k[3]
 
 
 def to_4d(

@@ -40,7 +40,7 @@ def select(q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpe
     Raises:
         NotImplementedError: the forced backend, or every backend, has something against the call.
     """
-    name = forced_backend()
+    name = _traced.name if _tracing() else _forced.get()
     if name is None:
         for backend in BACKENDS.values():
             if backend.supports(q, k, v, args, spec) is None:

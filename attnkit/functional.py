@@ -17,8 +17,8 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import handle_torch_function, has_torch_function
 
 from attnkit import _checks, _shapes, dispatch, masks
-from attnkit._autograd import expanded, in_transform, run, run_decode
-from attnkit._options import NO_ARGS, gather, zeros
+from attnkit._autograd import NO_ARGS, expanded, in_transform, run, run_decode
+from attnkit._options import gather, zeros
 from attnkit.backends import reference
 from attnkit.masks import Mask
 from attnkit.spec import AttentionSpec
@@ -67,7 +67,9 @@ def scaled_dot_product_attention(
         and _checks.plain(query, key, value)
     ):
         shape = query.shape
-        if len(shape) == 4 and shape == key.shape == value.shape:
+        if len(shape) == 4 and (
+            shape == key.shape == value.shape or _shapes.fit(shape, key.shape, value.shape)
+        ):
             if scale is None:
                 scale = shape[3] ** -0.5 if shape[3] else 1.0
             spec = AttentionSpec(scale, None, 0 if is_causal else None)

@@ -186,7 +186,7 @@ WRONG = {
         lambda: attention(mask=masks.documents(ints(0, 0, 1, 1, 1))), RuntimeError,
         r"mask's k_ids has shape \(1, 5\), expected \(2, 7\)"),
     "mask blocks": Wrong(lambda: attention(mask=masks.block_sparse(full[:2, :1])), RuntimeError,
-        r"mask's blocks have shape \(1, 1, 2, 1\), expected \(2 or 1, 4 or 1, 1, 1\) for 5 queries"),
+        r"mask's blocks have shape \(1, 1, 2, 1\), expected \(2 or 1, 4 or 1, 1, 1\) for 5"),
     "mask device of a part": Wrong(
         lambda: attention(mask=masks.padding(lengths.to("meta"))), RuntimeError,
         "mask's lengths is on meta, expected cpu"),
