@@ -95,7 +95,7 @@ void store_row(const T* from, int64_t n, T factor, char* to, DType dtype, int64_
         for (; d + kStep <= n; d += kStep) store_bf16(half + d, load(from + d) * f);
       else
         for (; d + kStep <= n; d += kStep) store_fp16(half + d, load(from + d) * f);
-    } else {
+    } else if (dtype == DType::kFloat64) {
       for (; d + kStep <= n; d += kStep)
         store(reinterpret_cast<double*>(to) + d, load(from + d) * f);
     }
@@ -109,8 +109,12 @@ void store_row(const T* from, int64_t n, T factor, char* to, DType dtype, int64_
     } else if (dtype == DType::kFloat16) {
       const uint16_t h = to_fp16(static_cast<float>(x));
       __builtin_memcpy(p, &h, 2);
+    } else if (dtype == DType::kFloat32) {  // also d(bias) of float64 tensors
+      const float single = static_cast<float>(x);
+      __builtin_memcpy(p, &single, 4);
     } else {
-      __builtin_memcpy(p, &x, sizeof x);
+      const double wide = static_cast<double>(x);
+      __builtin_memcpy(p, &wide, 8);
     }
   }
 }
