@@ -59,19 +59,19 @@ def backward(
     spec: AttentionSpec,
     needs: tuple[bool, bool, bool, bool, bool] = (True, True, True, True, True),
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of q, k, v, bias (size 1 where it was broadcast) and sinks; None where not wanted."""
+    """Gradients of q, k, v, bias (size 1 where it was broadcast), sinks; None where not wanted."""
     needs = (*needs[:3], needs[3] and args.bias is not None, needs[4] and args.sinks is not None)
     grads = torch.ops.attnkit.cpu_backward.default(
         dout, dlse, q, k, v, out, lse, *args, *spec, *needs
     )
-    dq, dk, dv, dbias, dsinks = (g if wanted else None for g, wanted in zip(grads, needs))
+    dq, dk, dv, dbias, dsinks = (g if wanted else None for g, wanted in zip(grads, needs, strict=True))
     return dq, dk, dv, dbias, dsinks
 
 
 def decode(
     q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """Attention of new queries over a cache: k, v [B, Hkv, capacity, D*], args.lengths valid keys."""
+    """Attention of new queries over a cache k, v [B, Hkv, capacity, .] of args.lengths keys."""
     return torch.ops.attnkit.cpu_decode.default(q, k, v, *args, *spec)
 
 
@@ -90,8 +90,8 @@ def _lse(q: Tensor) -> Tensor:
 
 
 if BUILT:
-    # Gradients are recorded above, by the one autograd Function: at the operators PyTorch's fallback
-    # for autograd would only cost time (some 3 us a call, 10 us where an input requires grad).
+    # Gradients are recorded above, by the one autograd Function; PyTorch's own fallback for
+    # autograd at the operators would only cost time.
     _library = torch.library.Library("attnkit", "IMPL")
     for _name in ("cpu_forward", "cpu_backward", "cpu_decode"):
         _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
