@@ -64,7 +64,9 @@ def backward(
     grads = torch.ops.attnkit.cpu_backward.default(
         dout, dlse, q, k, v, out, lse, *args, *spec, *needs
     )
-    dq, dk, dv, dbias, dsinks = (g if wanted else None for g, wanted in zip(grads, needs, strict=True))
+    dq, dk, dv, dbias, dsinks = (
+        g if wanted else None for g, wanted in zip(grads, needs, strict=True)
+    )
     return dq, dk, dv, dbias, dsinks
 
 
