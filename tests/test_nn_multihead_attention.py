@@ -338,6 +338,18 @@ class TestCausalHint:
             assert torch.equal(outs[0][:, :2], outs[1][:, :2])
             assert not torch.equal(outs[0][:, 2:], outs[1][:, 2:])
 
+    @pytest.mark.parametrize("need_weights", [True, False])
+    @pytest.mark.parametrize("extra", [True, False])
+    def test_a_promise_is_kept_even_when_the_mask_breaks_it(self, extra, need_weights):
+        module = pair(add_zero_attn=extra)[0]
+        x = torch.randn(L, N, E, **F64)
+        causal = torch.full((L, L), NEG, **F64).triu(1)
+        outs = [
+            module(x, x, x, need_weights=need_weights, attn_mask=mask, is_causal=True)[0]
+            for mask in (causal, torch.zeros(L, L, **F64))
+        ]
+        same(*outs)
+
     def test_a_learned_mask_keeps_its_gradient(self):
         module = pair()[0]
         x = torch.randn(L, N, E, **F64)
