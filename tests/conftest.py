@@ -18,6 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # shapes are small; tests of threads ask for more themselves
 
 
 @pytest.fixture(params=list(dispatch.BACKENDS))
