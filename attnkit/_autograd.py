@@ -22,6 +22,7 @@ NO_ARGS = TensorArgs()
 
 _TILE = 1 << 20  # scores that a recomputation holds at once
 
+_alive = torch._C._functorch.unwrap_if_dead
 _transformed = torch._C._are_functorch_transforms_active  # the one question that Dynamo can answer
 _tracing = torch.compiler.is_dynamo_compiling
 
@@ -55,8 +56,11 @@ def run(
             if impl is reference:  # its backward is autograd's, which the graph has anyway
                 return reference.attend(q, k, v, full, spec)
             k, v = k.view_as(k), v.view_as(v)  # Dynamo refuses one tensor in two places
-        others = () if args is NO_ARGS else args[2:]
-        return _Attention.apply(q, k, v, bias, sinks, spec, impl, *others)  # type: ignore[no-any-return]
+            return _Attention.apply(q, k, v, bias, sinks, spec, impl, *args[2:])
+        if args is NO_ARGS:
+            return _apply(_alive(q), _alive(k), _alive(v), None, None, spec, impl)
+        live = [t if t is None else _alive(t) for t in (q, k, v, *args)]
+        return _apply(*live[:5], spec, impl, *live[5:])
     return impl.forward(q, k, v, full, spec)  # type: ignore[no-any-return]
 
 
@@ -110,6 +114,11 @@ class _Attention(torch.autograd.Function):
         else:
             grads = _backward(dout, dlse, tensors, out, lse, ctx.spec, ctx.impl, needs)
         return (*grads, *(None,) * (len(tensors) - 3))
+
+
+# Function.apply looks through its arguments for what transforms left behind in Python, for a tenth
+# of the time of a small call; `run` has made sure that no transform is active, and asks itself.
+_apply = super(torch.autograd.Function, _Attention).apply
 
 
 class _Gradient(torch.autograd.Function):

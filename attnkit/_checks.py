@@ -338,9 +338,10 @@ def addend(name: str, value: Any, q: Tensor) -> Tensor:
 
 def check_broadcast(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     """RuntimeError unless `tensor` can be stretched to the scores' shape [..., queries, keys]."""
-    n = len(shape) - tensor.dim()
-    if n < 0 or any(m not in (1, s) for m, s in zip(tensor.shape, shape[n:], strict=True)):
+    found = tensor.shape
+    n = len(shape) - len(found)
+    if n < 0 or any(m not in (1, s) for m, s in zip(found, shape[n:], strict=True)):
         raise RuntimeError(
-            f"{name} has shape {tuple(tensor.shape)}, expected one that broadcasts to the scores' "
+            f"{name} has shape {tuple(found)}, expected one that broadcasts to the scores' "
             f"{tuple(shape)}, the last two being (queries, keys)"
         )

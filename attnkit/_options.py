@@ -32,8 +32,11 @@ def gather(
     alibi: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
+    dense: Tensor | None = None,
 ) -> Options:
     """Check and lower the options of a call with queries q [B, Hq, Lq, D] and lk keys.
+
+    dense: in place of mask and bias, a 4-D mask that has been checked.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `attnkit.attention` says.
@@ -58,6 +61,12 @@ def gather(
         sinks = sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
     if alibi is not None:
         alibi = _slopes(alibi, q)
+    if bias is None and isinstance(mask, Tensor):
+        dense = _checked("mask", mask, q, lk)
+    if dense is not None:
+        keep, dense = masks.split_keep(dense, q.shape[0], lk)
+        args = TensorArgs(_unstretched(dense), sinks, keep, alibi=alibi, seed=drawn)
+        return Options(args, AttentionSpec(scale, None, None, False, softcap, dropout_p), dropped)
     if mask is None and bias is None:
         spec = AttentionSpec(scale, None, None, False, softcap, dropout_p)
         if sinks is None and alibi is None and drawn is None:
@@ -91,29 +100,29 @@ def zeros(shape: tuple[int, ...], q: Tensor, *inputs: Tensor | None) -> Tensor:
     return out
 
 
+def _checked(name: str, tensor: Tensor, q: Tensor, lk: int) -> Tensor:
+    """A mask or bias as [B or 1, Hq or 1, Lq or 1, Lk or 1], in a dtype that the kernels take."""
+    tensor = _checks.addend(name, tensor, q)
+    _checks.check_broadcast(name, tensor, (*q.shape[:3], lk))
+    return tensor if tensor.dim() == 4 else tensor[(None,) * (4 - tensor.dim())]
+
+
 def _as_mask(mask: Mask | Tensor | None, bias: Tensor | None, q: Tensor, lk: int) -> Mask:
     """Mask and bias together as one mask, the float part in a dtype that can be added to scores."""
-    shape = (*q.shape[:3], lk)
     if mask is None:
         found = Mask()
     elif isinstance(mask, Mask):
         found = mask
+        if mask.dense is not None:
+            found = mask.with_dense(_checks.addend("mask", mask.dense, q))
     elif isinstance(mask, Tensor):
-        mask = _checks.addend("mask", mask, q)
-        _checks.check_broadcast("mask", mask, shape)
-        found = masks.from_dense(mask)
+        found = Mask(dense=_checked("mask", mask, q, lk))
     else:
         raise TypeError(f"mask is {describe(mask)}, expected a Mask of attnkit.masks or a Tensor")
-    if found.dense is not None:
-        dense = _checks.addend("mask", found.dense, q)
-        if dense is not found.dense:
-            found = found.with_dense(dense)
     if bias is not None:
         if isinstance(bias, Tensor) and bias.dtype == torch.bool:
             raise TypeError("bias is a bool tensor, expected a float one: pass it as mask")
-        bias = _checks.addend("bias", bias, q)
-        _checks.check_broadcast("bias", bias, shape)
-        found = found & masks.from_dense(bias)
+        found = found & Mask(dense=_checked("bias", bias, q, lk))
     return found
 
 

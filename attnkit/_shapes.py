@@ -32,7 +32,7 @@ def to_4d(
     _checks.check_head_dim(query, key)
     _checks.check_lengths(key, value)
     n = max(query.dim(), key.dim(), value.dim())
-    q, k, v = (t[(None,) * (max(n, 3) - t.dim())] for t in (query, key, value))
+    q, k, v = (_with_dims(t, max(n, 3)) for t in (query, key, value))
     q, k, v = _match_heads(q, k, v, gqa)
     lead = _broadcast_lead(q, k, v)
     scores = (*lead, q.shape[-3], q.shape[-2], k.shape[-2])[-n:]
@@ -46,13 +46,18 @@ def mask_to_4d(mask: Tensor, scores: tuple[int, ...]) -> Tensor:
         RuntimeError: it does not broadcast.
     """
     _checks.check_broadcast("attn_mask", mask, scores)
-    mask = mask[(None,) * (max(len(scores), 4) - mask.dim())]
+    mask = _with_dims(mask, max(len(scores), 4))
     if mask.dim() == 4:
         return mask
     if all(n == 1 for n in mask.shape[:-3]):
         return mask.reshape(1, *mask.shape[-3:])
     mask = mask.expand(*scores[:-3], *mask.shape[-3:])
     return mask.reshape(math.prod(scores[:-3]), *mask.shape[-3:])
+
+
+def _with_dims(t: Tensor, n: int) -> Tensor:
+    """`t` with dimensions of size 1 in front, up to n."""
+    return t if t.dim() == n else t[(None,) * (n - t.dim())]
 
 
 def _match_heads(q: Tensor, k: Tensor, v: Tensor, gqa: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import handle_torch_function, has_torch_function
 
-from attnkit import _checks, _shapes, dispatch, masks
+from attnkit import _checks, _shapes, dispatch
 from attnkit._autograd import NO_ARGS, expanded, in_transform, run, run_decode
 from attnkit._options import gather, zeros
 from attnkit.backends import reference
@@ -60,23 +60,25 @@ def scaled_dot_product_attention(
         NotImplementedError: complex or nested tensors; a forced backend that cannot serve the call.
     """
     if (
-        attn_mask is None
-        and dropout_p == 0.0
-        and (scale is None or type(scale) is float)
-        and (is_causal is False or is_causal is True)
+        (is_causal is False or is_causal is True)
+        and (enable_gqa is False or enable_gqa is True)
         and _checks.plain(query, key, value)
+        and (attn_mask is None or (type(attn_mask) is Tensor and not is_causal))
     ):
         shape = query.shape
         if len(shape) == 4 and (
             shape == key.shape == value.shape or _shapes.fit(shape, key.shape, value.shape)
         ):
-            if scale is None:
-                scale = shape[3] ** -0.5 if shape[3] else 1.0
-            spec = AttentionSpec(scale, None, 0 if is_causal else None)
-            return run(query, key, value, NO_ARGS, spec)[0]
-    tensors = (query, key, value, attn_mask)
-    if isinstance(attn_mask, CausalBias):
-        return _causal_bias(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            if attn_mask is None and dropout_p == 0.0 and (scale is None or type(scale) is float):
+                if scale is None:
+                    scale = shape[3] ** -0.5 if shape[3] else 1.0
+                spec = AttentionSpec(scale, None, 0 if is_causal else None)
+                return run(query, key, value, NO_ARGS, spec)[0]
+            plain = (*shape[:3], key.shape[2])
+            return _sdpa_4d(query, key, value, attn_mask, plain, is_causal, dropout_p, scale)
+    # a CausalBias is not asked, and never looked into: its storage is uninitialised
+    bias = attn_mask if isinstance(attn_mask, CausalBias) else None
+    tensors = (query, key, value, None if bias is not None else attn_mask)
     if has_torch_function(tensors):
         result: Tensor = handle_torch_function(
             scaled_dot_product_attention,
@@ -91,57 +93,49 @@ def scaled_dot_product_attention(
             enable_gqa=enable_gqa,
         )
         return result
-    mask = masks.causal() if _checks.flag("is_causal", is_causal) else None
-    if attn_mask is not None and mask is not None:
+    bottom_right = False
+    if bias is not None:
+        if is_causal:
+            raise ValueError("CausalBias should not be used with causal=True (argument is_causal)")
+        found, wanted = (bias.seq_len_q, bias.seq_len_kv), (query.shape[-2], key.shape[-2])
+        if found != wanted:
+            raise RuntimeError(f"attn_mask is a CausalBias for lengths {found}, expected {wanted}")
+        bottom_right = bias.variant == CausalVariant.LOWER_RIGHT
+        attn_mask, is_causal = None, True
+    if _checks.flag("is_causal", is_causal) and attn_mask is not None:
         raise RuntimeError(
             "attn_mask was given together with is_causal=True, expected one of them: Explicit "
             "attn_mask should not be set when is_causal=True"
         )
-    return _sdpa(query, key, value, attn_mask, mask, dropout_p, scale, enable_gqa)
-
-
-def _causal_bias(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: CausalBias,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
-    """The band that a CausalBias stands for; its storage is uninitialised and never looked at."""
-    if is_causal:
-        raise ValueError("CausalBias should not be used with causal=True (argument is_causal)")
-    found, wanted = (bias.seq_len_q, bias.seq_len_kv), (query.shape[-2], key.shape[-2])
-    if found != wanted:
-        raise RuntimeError(f"attn_mask is a CausalBias for lengths {found}, expected {wanted}")
-    mask = masks.causal(bottom_right=bias.variant == CausalVariant.LOWER_RIGHT)
-    return _sdpa(query, key, value, None, mask, dropout_p, scale, enable_gqa)
-
-
-def _sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    mask: Mask | None,
-    dropout_p: float,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
     query, key, value = _checks.settle(query, key, value)
     gqa = _checks.flag("enable_gqa", enable_gqa)
     q, k, v, scores = _shapes.to_4d(query, key, value, gqa)
+    out = _sdpa_4d(q, k, v, attn_mask, scores, is_causal, dropout_p, scale, bottom_right)
+    return out if len(scores) == 4 else out.reshape(*scores[:-1], v.shape[3])
+
+
+def _sdpa_4d(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    scores: tuple[int, ...],
+    is_causal: bool,
+    dropout_p: float,
+    scale: float | None,
+    bottom_right: bool = False,
+) -> Tensor:
+    """[B, H, L, Ev] of checked q, k, v; attn_mask broadcasts to `scores`, of the caller's rank."""
+    dense = None
     if attn_mask is not None:
         attn_mask = _checks.addend("attn_mask", attn_mask, q)
-        mask = masks.from_dense(_shapes.mask_to_4d(attn_mask, scores))
-    args, spec, dropped = gather(q, k.shape[2], mask, scale=scale, dropout_p=dropout_p)
+        dense = _shapes.mask_to_4d(attn_mask, scores)
+    args, spec, dropped = gather(q, k.shape[2], scale=scale, dropout_p=dropout_p, dense=dense)
+    if is_causal:
+        spec = spec._replace(right=0, bottom_right=bottom_right)
     if dropped:
-        out = zeros((*q.shape[:3], v.shape[3]), q, q, k, v, args.bias)
-    else:
-        out, _ = run(q, k, v, args, spec)
-    return out if len(scores) == 4 else out.reshape(*scores[:-1], v.shape[3])
+        return zeros((*q.shape[:3], v.shape[3]), q, q, k, v, args.bias)
+    return run(q, k, v, args, spec)[0]
 
 
 @overload

@@ -166,6 +166,10 @@ class Mask:
             RuntimeError: a tensor of the mask has another device or a shape that does not fit.
         """
         dense, blocks, keep = self.dense, self.blocks, self.keep
+        if (
+            dense is blocks is keep is self.lengths is self.q_segments is None and not self.unions
+        ):  # a band alone, the mask of most calls
+            return Parts(*self._band(lq, lk), None, None, None, None, None, None)
         if dense is not None:
             dense = _fit_dense(dense, batch, heads, lq, lk)
         for union in self.unions:
@@ -174,9 +178,9 @@ class Mask:
             blocks = grid if blocks is None else blocks & grid
         if keep is not None:
             keep = _fit("keep (key_padding)", keep, (batch, lk))
-        if dense is not None and is_keep(dense):
-            row = dense[:, 0, 0, :].expand(batch, lk)
-            keep, dense = row if keep is None else keep & row, None
+        if dense is not None:
+            row, dense = split_keep(dense, batch, lk)
+            keep = row if keep is None else keep if row is None else keep & row
         left, right, bottom_right = self._band(lq, lk)
         parts = Parts(
             left,
@@ -356,15 +360,23 @@ def from_dense(mask: Tensor) -> Mask:
     return Mask(dense=mask[(None,) * (4 - mask.dim())])
 
 
-def is_keep(dense: Tensor) -> bool:
-    """Whether a 4-D mask is a bool one that varies neither with the head nor with the query."""
-    return (
-        dense.dtype == torch.bool
-        and (dense.shape[1] == 1 or dense.stride(1) == 0)
-        and (dense.shape[2] == 1 or dense.stride(2) == 0)
-        and dense.shape[1] > 0
-        and dense.shape[2] > 0
-    )
+def split_keep(dense: Tensor, batch: int, lk: int) -> tuple[Tensor | None, Tensor | None]:
+    """(keep, dense): a 4-D mask as a keep-vector [B, Lk], or as it is; the other one is None.
+
+    A bool mask that varies neither with the head nor with the query is a keep-vector.
+    """
+    _, heads, rows, _ = dense.shape
+    if dense.dtype != torch.bool:
+        return None, dense
+    if heads == 1 == rows:
+        keep = dense.flatten(1)
+    elif (heads == 1 or (heads and dense.stride(1) == 0)) and (
+        rows == 1 or (rows and dense.stride(2) == 0)
+    ):
+        keep = dense[:, 0, 0]
+    else:
+        return None, dense
+    return (keep if keep.shape == (batch, lk) else keep.expand(batch, lk)).contiguous(), None
 
 
 def describe(value: Any) -> str:

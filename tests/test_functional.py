@@ -302,6 +302,10 @@ def test_tensor_subclasses_are_asked():
     assert Logged.seen is True
     assert isinstance(out, Logged)
     near(out.as_subclass(torch.Tensor), SDPA(q, q, q, is_causal=True))
+    k = torch.randn(1, 2, 7, 8)
+    bias = causal_lower_right(5, 7)
+    out = SDPA(q.as_subclass(Logged), k, k, bias)
+    near(out.as_subclass(torch.Tensor), SDPA(q, k, k, bias))
 
 
 def test_meta_tensors_have_shapes():

@@ -448,3 +448,16 @@ def test_lse_alone_has_a_gradient(backend):
     want = torch.autograd.grad((q @ k.mT / math.sqrt(8)).logsumexp(-1).sum(), (q, k))
     torch.testing.assert_close(got[:2], want)
     assert not got[2].any()
+
+
+def test_tensors_left_over_from_a_transform(backend):
+    """A wrapper that outlived its transform is the tensor it wraps."""
+    kept = []
+    q, k, v = inputs(*[(1, 2, 5, 8)] * 3)
+    bias = torch.randn(5, 5, requires_grad=True)
+    grad(lambda *t: (kept.extend(t), t[0].sum())[1])(q, k, v, bias)
+    for options in ({}, {"attn_mask": kept[3]}):
+        got = grads(SDPA(*kept[:3], **options), (q, k, v))
+        want = grads(plain(q, k, v, bias if options else None), (q, k, v))
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y)
