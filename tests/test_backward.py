@@ -172,7 +172,7 @@ def test_rows_without_keys_pass_nothing_on(backend, dtype):
     ids=str,
 )
 def test_keys_that_no_row_sees(backend, case, value, dtype):
-    """Gradient 0 for them, and all other gradients to the bit what they are without."""
+    """Gradient 0 for them, and all other gradients what they are without."""
     x = testing.build(case, dtype)
     hidden = ~testing.visible(x).any(2).any(1)
     assert hidden.any(), "the case hides no key"
@@ -181,9 +181,12 @@ def test_keys_that_no_row_sees(backend, case, value, dtype):
         testing.run(backend, x._replace(k=x.k.masked_fill(spoilt, n), v=x.v.masked_fill(spoilt, n)))
         for n in (0.0, value)
     )
-    for name in ("out", *GRADIENTS):
-        if getattr(clean, name) is not None:
-            assert torch.equal(getattr(got, name), getattr(clean, name)), name
+    if dtype == torch.bfloat16:  # see test_rows_that_do_not_see_a_key_are_not_touched_by_it
+        testing.check(got, testing.expect(x))
+    else:
+        for name in ("out", *GRADIENTS):
+            if getattr(clean, name) is not None:
+                assert torch.equal(getattr(got, name), getattr(clean, name)), name
     for grad in (got.dk, got.dv):
         assert (grad.masked_select(spoilt) == 0).all()
 

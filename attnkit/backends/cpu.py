@@ -109,15 +109,18 @@ if BUILT:
     @torch.library.register_fake("attnkit::cpu_backward")
     def _(dout, dlse, q, k, v, out, lse, bias, sinks, *rest):
         want_dq, want_dk, want_dv, want_dbias, want_dsinks = rest[-5:]
-        none = q.new_empty((0,))
-        dbias = none
+
+        def none():  # each output a tensor of its own: outputs must not alias
+            return q.new_empty((0,))
+
+        dbias = none()
         if want_dbias:
             shape = [1 if bias.stride(d) == 0 else bias.shape[d] for d in range(4)]
             dbias = bias.new_empty(shape)
         return (
-            _like(q, q.shape[-1]) if want_dq else none,
-            _like(k, k.shape[-1]) if want_dk else none,
-            _like(v, v.shape[-1]) if want_dv else none,
+            _like(q, q.shape[-1]) if want_dq else none(),
+            _like(k, k.shape[-1]) if want_dk else none(),
+            _like(v, v.shape[-1]) if want_dv else none(),
             dbias,
-            torch.empty_like(sinks) if want_dsinks else none,
+            torch.empty_like(sinks) if want_dsinks else none(),
         )
