@@ -58,7 +58,7 @@ class Session:
         self.skipped: list[dict[str, str]] = []
         self._subject: engine.Subject | None = None
         self._probe: engine.Probe | None = None
-        self._meter: engine.MemoryMeter | None = None
+        self._meter = engine.MemoryMeter(config.getoption("threads")).__enter__()
 
     def subject(self, case: engine.Case) -> engine.Subject:
         if self._subject is None or self._subject.case != case:
@@ -72,11 +72,10 @@ class Session:
                 where = {"case": case.label, "operation": operation}
                 self.skipped.append({**where, "implementation": name, "reason": reason})
             self._probe = self._probe or engine.flops_probe()
-            if self.memory and self._meter is None:
-                self._meter = engine.MemoryMeter().__enter__()
             settings = replace(self.preset.settings, implementations=names)
+            meter = self._meter if self.memory else None
             rows = engine.measure(
-                self.subject(case), operation, settings, probe=self._probe, meter=self._meter
+                self.subject(case), operation, settings, probe=self._probe, meter=meter
             )
             self.rows[case, operation] = {row.implementation: row for row in rows}
         return self.rows[case, operation]
@@ -88,8 +87,7 @@ class Session:
         return engine.Results.here(rows, {"preset": self.name, **settings}, self.skipped)
 
     def close(self) -> None:
-        if self._meter is not None:
-            self._meter.__exit__(None, None, None)
+        self._meter.__exit__()
 
 
 SESSION = pytest.StashKey[Session]()

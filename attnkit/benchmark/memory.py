@@ -60,31 +60,41 @@ class MemoryMeter:
 
     def __init__(self, threads: int | None = None) -> None:
         self._threads = threads or torch.get_num_threads()
+        self._open = False
         self._helper: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> MemoryMeter:
-        code = "from attnkit.benchmark.memory import serve; serve()"
-        root = str(Path(__file__).resolve().parent.parent.parent)
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._helper = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        )
+        self._open = True
         return self
 
     def __exit__(self, *failure: object) -> None:
+        self._open = False
         if self._helper is not None:
             self._helper.communicate()  # the end of its input ends it
             self._helper = None
 
+    def _started(self) -> subprocess.Popen[str]:
+        """The helper; it takes seconds to import torch, so it starts when first needed."""
+        if not self._open:
+            raise RuntimeError("MemoryMeter is closed, expected it inside a with statement")
+        if self._helper is None:
+            code = "from attnkit.benchmark.memory import serve; serve()"
+            root = str(Path(__file__).resolve().parent.parent.parent)
+            paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+            self._helper = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            )
+        return self._helper
+
     def measure(self, name: str, operation: str, case: Case) -> MemoryUse:
         """Peak extra memory of ``operation`` of the implementation ``name`` on ``case``."""
-        helper = self._helper
-        if helper is None or helper.stdin is None or helper.stdout is None:
-            raise RuntimeError("MemoryMeter is closed, expected it inside a with statement")
+        helper = self._started()
+        assert helper.stdin is not None  # both are pipes
+        assert helper.stdout is not None
         request = {"name": name, "operation": operation, "threads": self._threads}
         helper.stdin.write(json.dumps({**request, "case": asdict(case)}) + "\n")
         helper.stdin.flush()

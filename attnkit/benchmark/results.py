@@ -218,7 +218,7 @@ def _line(results: Results, row: Row, baseline: str) -> str:
         name,
         f"{row.samples.median * 1e3:.3g}",
         f"{row.best * 1e3:.3g}",
-        f"{row.gflops:.0f}",
+        f"{row.gflops:.3g}",
         "" if share is None else f"{share:.0%}",
         "" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})",
         "" if row.extra_bytes is None else f"{row.extra_bytes / 2**20:.1f}",
