@@ -93,7 +93,9 @@ def fonts_for(text: str) -> list[str] | None:
     from matplotlib.font_manager import FontProperties, findfont, fontManager
 
     usual = "DejaVu Sans"  # comes with matplotlib
-    missing = {ord(c) for c in text if not c.isspace()} - _glyphs(findfont(FontProperties([usual])))
+    missing = {ord(c) for c in text if not c.isspace()} - _glyphs(
+        findfont(FontProperties(family=[usual]))
+    )
     fonts = [usual]
     files = {font.name: font.fname for font in fontManager.ttflist}
     for name in _MORE_FONTS:

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import subprocess
 import sys
@@ -210,6 +211,8 @@ def quick_demo(tmp_path_factory):
         capture_output=True,
         text=True,
         check=False,
+        # sizes this small gain nothing from threads, and lose much where the cores are busy
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.stderr == ""
     return done.returncode, done.stdout.splitlines(), folder

@@ -43,8 +43,9 @@ TINY = Recipe(
     warmup=4,
     steps=10,
     max_steps=10,
+    max_length=28,
     validate_every=5,
-    validation_dates=2,
+    validation_dates=1,
     test_dates=20,
 )
 
@@ -102,7 +103,9 @@ def test_there_are_at_least_twelve_languages_besides_english():
 @pytest.mark.parametrize("seed", [0, 1])
 def test_held_out_dates_are_disjoint_and_all_dates_are_there(seed):
     split = split_dates(seed)
-    train_days, validation, test = map(set, split)
+    train_days, validation, test = (
+        set(part) for part in (split.train, split.validation, split.test)
+    )
     assert len(test) == 1000
     assert not train_days & validation
     assert not train_days & test
@@ -159,10 +162,14 @@ def test_a_source_begins_with_its_language_and_a_target_with_bos(task):
     assert len({tuple(row[1:]) for row in sources}) == 1  # the same English for every language
 
 
-def test_every_digit_is_a_token_of_its_own(task):
-    (row,) = task.tokenizer.targets([make_example(datetime.date(1987, 10, 23), "zh")])
+@pytest.mark.parametrize(
+    ("language", "expected"),
+    [("zh", ["19", "87", "10", "3"]), ("hu", ["19", "87", "3"]), ("hi", ["3", "19", "87"])],
+)
+def test_numbers_are_cut_into_pairs_of_digits(task, language, expected):
+    (row,) = task.tokenizer.targets([make_example(datetime.date(1987, 10, 3), language)])
     digits = [label for label in task.tokenizer.labels(row) if any(c.isdigit() for c in label)]
-    assert digits == list("19871023")
+    assert digits == expected
 
 
 def test_the_language_decides_the_target_alone(task):
@@ -223,7 +230,7 @@ def test_training_reports_steps_rates_and_validations(task):
         on_validation=lambda history, score: scores.append((history.steps, score.dates)),
     )
     assert steps == list(range(1, 11))
-    assert scores == [(5, 2), (10, 2)]
+    assert scores == [(5, 1), (10, 1)]
     assert [step for step, _ in history.validations] == [5, 10]
     assert history.learning_rates[3] == max(history.learning_rates) == TINY.learning_rate
     assert history.learning_rates[0] == pytest.approx(TINY.learning_rate / 4)
@@ -261,7 +268,7 @@ def test_a_date_is_right_only_if_it_is_right_in_every_language(task, translator)
 
 
 def test_translations_do_not_depend_on_the_batch(task, translator):
-    examples = every_language(task.split.test[:2])
+    examples = every_language(task.split.test[:1])
     together = translator.translate(examples)
     assert translator.translate(examples, batch_size=5) == together
 
@@ -290,7 +297,7 @@ def test_an_alignment_is_a_distribution_over_the_source(task, translator):
 
 
 def test_an_alignment_does_not_depend_on_the_batch(task, translator):
-    examples = every_language(task.split.test[:1])
+    examples = every_language(task.split.test[:1])[::4]
     for together, alone in zip(
         alignments(translator, examples),
         (alignments(translator, [example])[0] for example in examples),

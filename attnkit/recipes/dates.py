@@ -133,7 +133,8 @@ def language_token(language: str) -> str:
 class DateTokenizer:
     """One vocabulary of subwords for all languages: byte-pair encoding learnt by ``tokenizers``.
 
-    Digits stay single tokens, so that a year is copied digit by digit and need not have been seen.
+    Numbers are cut into pairs of digits, 1987 into 19 and 87: each pair occurs often, so that a
+    year need not have been seen to be copied, and a copied number seldom repeats a token.
     A source is ``<language> ... <eos>``, a target ``<bos> ... <eos>``.
     """
 
@@ -143,7 +144,7 @@ class DateTokenizer:
         self._language_ids = {code: vocabulary[language_token(code)] for code in LANGUAGES}
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int = 700) -> DateTokenizer:
+    def train(cls, texts: Iterable[str], vocab_size: int = 1200) -> DateTokenizer:
         """Learn at most ``vocab_size`` subwords (special tokens included) from ``texts``."""
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -152,8 +153,8 @@ class DateTokenizer:
             [
                 pre_tokenizers.Metaspace(prepend_scheme="never"),
                 pre_tokenizers.Punctuation("isolated"),
-                # every digit its own token, with the space before it
-                pre_tokenizers.Split(Regex(rf"{_SPACE}?\d"), "isolated"),
+                # with the space before it
+                pre_tokenizers.Split(Regex(rf"{_SPACE}?\d\d?"), "isolated"),
             ]
         )
         tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")

@@ -67,12 +67,12 @@ class Recipe:
     num_heads: int = 4
     num_layers: int = 2
     d_ff: int = 256
-    vocab_size: int = 800
-    batch_size: int = 128
-    learning_rate: float = 3e-3
+    vocab_size: int = 1200
+    batch_size: int = 48
+    learning_rate: float = 2e-3
     warmup: int = 60
-    steps: int = 400
-    max_steps: int = 800
+    steps: int = 600
+    max_steps: int = 1200
     smoothing: float = 0.1
     clip: float = 1.0
     max_length: int = 40
@@ -247,7 +247,11 @@ def train(
     model = build_model(recipe, task.tokenizer.vocab_size).to(device).train()
     translator = Translator(model, task.tokenizer)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
+        model.parameters(),
+        lr=recipe.learning_rate,
+        betas=(0.9, 0.98),
+        weight_decay=0.01,
+        fused=True,  # one pass over all parameters: a tenth of a step's time on a CPU
     )
     schedule = cosine(optimizer, recipe.warmup, recipe.steps, floor=0.05)
     validation = every_language(task.split.validation)
@@ -337,7 +341,7 @@ def generation_speeds(
 
 
 class Alignment(NamedTuple):
-    """Where the decoder looked while it wrote: weights [T, S] of a layer, averaged over its heads."""
+    """Where the decoder looked while it wrote: a layer's weights [T, S], averaged over heads."""
 
     example: Example
     rows: list[str]  # tokens written, the end included
