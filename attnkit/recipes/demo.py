@@ -510,7 +510,8 @@ def write_report(report: Report, task: Task, translator: Translator) -> Path:
         title="Cross-attention of the last decoder layer, mean of its heads",
         caption=caption,
     )
-    shown = [make_example(d, code) for code in LANGUAGES for d in (day, *task.split.test[:2])]
+    days = dict.fromkeys((day, *task.split.test[:2]))
+    shown = [make_example(each, code) for code in LANGUAGES for each in days]
     translations = list(zip(shown, translator.translate(shown), strict=True))
     report.speeds.save(folder / "benchmark.json")
     (folder / "results.json").write_text(
