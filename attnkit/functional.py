@@ -21,7 +21,7 @@ from attnkit._autograd import NO_ARGS, expanded, in_transform, run, run_decode
 from attnkit._options import gather, zeros
 from attnkit.backends import reference
 from attnkit.masks import Mask
-from attnkit.spec import AttentionSpec
+from attnkit.spec import AttentionSpec, TensorArgs
 
 
 def scaled_dot_product_attention(
@@ -417,9 +417,9 @@ def decode_attention(
     if left is not None and _checks.count("left", left) < 0:
         raise ValueError(f"left is {left}, expected 0 or more, or None for no limit")
     args, spec, _ = gather(query, capacity, scale=scale, softcap=softcap, sinks=sinks, alibi=alibi)
-    args = args._replace(keep=keep, lengths=lengths)
+    args = TensorArgs(None, args.sinks, keep, lengths, alibi=args.alibi)
     right = 0 if _checks.flag("causal", causal) else None
-    spec = spec._replace(left=left, right=right, bottom_right=True)
+    spec = AttentionSpec(spec.scale, left, right, True, spec.softcap)
     out, lse = run_decode(query, cache_key, cache_value, args, spec)
     return (out, lse) if return_lse else out
 

@@ -66,7 +66,12 @@ CALLS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CALLS)
+# the graph of the reference is large, and compiled in the same way for every call
+COMPILED = [("cpu", name) for name in CALLS]
+COMPILED += [("reference", name) for name in ("same tensor thrice", "everything")]
+
+
+@pytest.mark.parametrize(("backend", "name"), COMPILED, indirect=["backend"])
 def test_compiled_to_one_graph(backend, fresh_dynamo, name):
     f = CALLS[name]
     q, k, v, b = inputs((2, 2, 5, 8), (2, 2, 5, 8), (2, 2, 5, 6), (5, 5))
@@ -85,6 +90,7 @@ def test_compiled_to_one_graph(backend, fresh_dynamo, name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["cpu"], indirect=True)
 def test_compiled_by_inductor(backend, fresh_dynamo):
     def f(q, k, v, b):
         x = torch.nn.functional.relu(q * 1.5)
@@ -98,6 +104,7 @@ def test_compiled_by_inductor(backend, fresh_dynamo):
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.parametrize("backend", ["cpu"], indirect=True)
 def test_one_graph_serves_all_lengths(backend, fresh_dynamo):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
@@ -173,7 +180,11 @@ def test_compiled_varlen_decode_and_weights(backend, fresh_dynamo):
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "strict"),
+    [("cpu", False), ("cpu", True), ("reference", False)],
+    indirect=["backend"],
+)
 def test_export(backend, strict):
     class Layer(torch.nn.Module):
         def forward(self, q, k, v, keep):
