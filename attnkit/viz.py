@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from attnkit.benchmark import Results
 
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#8C8C8C"
+BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
+GREY = "#8C8C8C"
 IMPLEMENTATION_COLOURS = {"attnkit": BLUE, "torch": ORANGE, "naive": GREY}
 IMPLEMENTATION_NAMES = {
     "attnkit": "attnkit",
@@ -191,7 +192,7 @@ def _token_axes(axis: Axes, one: HeatMap) -> None:
 def training_curves(
     losses: Sequence[float],
     learning_rates: Sequence[float],
-    exact: Sequence[tuple[int, float]],
+    exact: Mapping[str, Sequence[tuple[int, float]]],
     path: str | Path,
     *,
     floor: float | None = None,
@@ -204,7 +205,7 @@ def training_curves(
     Args:
         losses: of each step, in nats per token.
         learning_rates: of each step.
-        exact: (step, share in 0..1) of each validation.
+        exact: by name of a line, (step, share in 0..1) of each validation.
         path: of the PNG.
         floor: the lowest loss that label smoothing allows.
         target: the share to reach.
@@ -235,9 +236,10 @@ def training_curves(
         )
     loss_axis.legend(loc="upper right", frameon=False)
 
-    where = [step for step, _ in exact]
-    share = [100 * value for _, value in exact]
-    exact_axis.plot(where, share, color=GREEN, marker="o", markersize=4, label="validation dates")
+    for (name, points), colour, marker in zip(exact.items(), (GREEN, PINK), "os", strict=False):
+        where = [step for step, _ in points]
+        share = [100 * value for _, value in points]
+        exact_axis.plot(where, share, color=colour, marker=marker, markersize=3.5, label=name)
     if target is not None:
         exact_axis.axhline(100 * target, color=GREY, linestyle="--", linewidth=1)
         exact_axis.annotate(
@@ -251,7 +253,7 @@ def training_curves(
             color="#555555",
         )
     exact_axis.set_ylim(-3, 106)
-    exact_axis.set_ylabel("translated exactly (%)")
+    exact_axis.set_ylabel("validation, exact (%)")
     exact_axis.legend(loc="lower right", frameon=False)
 
     rate_axis.plot(steps, [1e3 * rate for rate in learning_rates], color=ORANGE)

@@ -26,6 +26,8 @@ from attnkit.recipes.dates import (
 )
 from attnkit.recipes.translate import (
     Recipe,
+    Schedule,
+    Score,
     Task,
     Translator,
     alignments,
@@ -41,7 +43,8 @@ TINY = Recipe(
     d_ff=32,
     batch_size=16,
     warmup=4,
-    steps=10,
+    good_enough=0.0,
+    decay=3,
     max_steps=10,
     max_length=28,
     validate_every=5,
@@ -231,10 +234,37 @@ def test_training_reports_steps_rates_and_validations(task):
     )
     assert steps == list(range(1, 11))
     assert scores == [(5, 1), (10, 1)]
-    assert [step for step, _ in history.validations] == [5, 10]
-    assert history.learning_rates[3] == max(history.learning_rates) == TINY.learning_rate
-    assert history.learning_rates[0] == pytest.approx(TINY.learning_rate / 4)
-    assert history.tokens > 10 * 16 * 20
+    assert [validation.step for validation in history.validations] == [5, 10]
+    # warm-up over 4 steps; "good enough" at step 5; then a fall over 3 steps
+    shares = [0.25, 0.5, 0.75, 1.0, 1.0, 2 / 3, 1 / 3, 0.05, 0.05, 0.05]
+    assert history.learning_rates == pytest.approx([TINY.learning_rate * s for s in shares])
+    assert 160 * 15 < history.tokens < 160 * 25  # pairs of steps, tokens of a pair
+
+
+def a_score(dates=10, right=10, translations=100, mistakes=0):
+    return Score(dates, right, translations, (None,) * mistakes)
+
+
+def test_the_rate_rises_holds_and_falls_once_the_model_is_good_enough():
+    schedule = Schedule(Recipe(learning_rate=1.0, warmup=4, good_enough=0.9, decay=10, goal=1.0))
+    assert [schedule.rate(step) for step in (1, 2, 4, 5, 1000)] == [0.25, 0.5, 1.0, 1.0, 1.0]
+    assert not schedule.finished(3, a_score())  # still rising
+    assert not schedule.finished(20, a_score(mistakes=11))
+    assert schedule.rate(1000) == 1.0
+    assert not schedule.finished(30, a_score(mistakes=10))  # good enough: the fall begins
+    assert [schedule.rate(30 + n) for n in (1, 5, 10, 50)] == pytest.approx([0.9, 0.5, 0.05, 0.05])
+    assert not schedule.finished(39, a_score())  # the rate is still falling
+    assert schedule.finished(40, a_score())
+
+
+def test_a_goal_that_is_missed_raises_the_rate_again():
+    schedule = Schedule(Recipe(learning_rate=1.0, warmup=4, good_enough=0.9, decay=10, goal=1.0))
+    schedule.finished(30, a_score())
+    assert not schedule.finished(40, a_score(right=9, mistakes=1))
+    assert schedule.rate(41) == 1.0
+    assert not schedule.finished(50, a_score())
+    assert schedule.rate(55) == pytest.approx(0.5)
+    assert schedule.finished(60, a_score())
 
 
 def test_the_floor_of_the_loss_is_that_of_a_perfect_model():

@@ -70,7 +70,7 @@ def test_training_curves_are_a_picture(tmp_path):
     path = viz.training_curves(
         [4.0, 3.0, 2.0],
         [1e-3, 2e-3, 1e-3],
-        [(2, 0.1), (3, 0.9)],
+        {"dates": [(2, 0.1), (3, 0.9)], "translations": [(2, 0.2), (3, 1.0)]},
         tmp_path / "t.png",
         floor=1.0,
         target=0.995,

@@ -151,13 +151,13 @@ class DateTokenizer:
         tokenizer = Tokenizer(models.BPE(unk_token=UNK))
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
-                pre_tokenizers.Metaspace(prepend_scheme="never"),
+                pre_tokenizers.Metaspace(),
                 pre_tokenizers.Punctuation("isolated"),
                 # with the space before it
                 pre_tokenizers.Split(Regex(rf"{_SPACE}?\d\d?"), "isolated"),
             ]
         )
-        tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
+        tokenizer.decoder = decoders.Metaspace()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=[*SPECIAL, *map(language_token, LANGUAGES)],

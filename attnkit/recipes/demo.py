@@ -64,7 +64,6 @@ class Options:
             d_ff=64,
             batch_size=32,
             warmup=10,
-            steps=30,
             max_steps=30,
             max_length=28,
             validate_every=30,
@@ -371,24 +370,19 @@ def train_translator(options: Options, console: Console) -> tuple[Task, Translat
     with Progress(
         TextColumn("training"),
         BarColumn(),
-        TextColumn("{task.completed}/{task.total} steps"),
+        TextColumn("{task.percentage:.0f}% of validation right, {task.description}"),
         TimeElapsedColumn(),
-        TextColumn("{task.description}"),
         console=console,
         transient=True,
     ) as progress:
-        bar = progress.add_task("", total=recipe.steps)
+        bar = progress.add_task("", total=1.0)
 
         def on_step(history: History) -> None:
-            # past the planned steps only where the goal needs them
-            progress.update(
-                bar,
-                completed=history.steps,
-                total=max(recipe.steps, history.steps),
-                description=f"loss {history.losses[-1]:.3f}",
-            )
+            text = f"step {history.steps}, loss {history.losses[-1]:.3f}"
+            progress.update(bar, description=text)
 
         def on_validation(history: History, score: Score) -> None:
+            progress.update(bar, completed=score.translations_share)
             console.print(
                 f"  step {history.steps:4d}: loss {history.losses[-1]:.3f}, "
                 f"{score.right} of {score.dates} validation dates right in every language "
@@ -482,7 +476,10 @@ def write_report(report: Report, task: Task, translator: Translator) -> Path:
     curves = viz.training_curves(
         history.losses,
         history.learning_rates,
-        history.validations,
+        {
+            "dates right in every language": [(v.step, v.dates) for v in history.validations],
+            "translations right": [(v.step, v.translations) for v in history.validations],
+        },
         folder / "training.png",
         floor=recipe.loss_floor(task.tokenizer.vocab_size),
         target=GOAL,
@@ -569,7 +566,11 @@ def numbers(report: Report) -> dict[str, Any]:
         "backends": report.backends,
         "errors": [asdict(row) for row in report.error_rows],
         "recipe": asdict(report.options.recipe),
-        "training": asdict(history) | {"steps": history.steps},
+        "training": asdict(history)
+        | {
+            "steps": history.steps,
+            "validations": [validation._asdict() for validation in history.validations],
+        },
         "test": {
             "dates": score.dates,
             "dates_exact": score.right,

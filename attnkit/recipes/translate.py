@@ -19,7 +19,6 @@ from torch import Tensor
 from attnkit.models import (
     Seq2SeqConfig,
     Seq2SeqTransformer,
-    cosine,
     label_smoothed_cross_entropy,
 )
 from attnkit.recipes.dates import (
@@ -38,6 +37,7 @@ from attnkit.recipes.dates import (
 )
 
 TOKENIZER_FILE = "tokenizer.json"
+_LOWEST_RATE = 0.05  # of the highest, at the end of its fall
 _POOL = 16  # batches that are drawn and sorted by length at a time
 
 
@@ -51,15 +51,17 @@ class Recipe:
         vocab_size: subwords of all languages together.
         batch_size: pairs of a step.
         learning_rate: the highest, at the end of the warm-up.
-        warmup: steps of linear rise; half a cosine follows.
-        steps: planned; at their end the rate is down to a twentieth of the highest, and stays.
-        max_steps: training goes on beyond ``steps`` until ``goal`` is reached, but not further.
+        warmup: steps of linear rise to it; it is held until the model is good enough.
+        good_enough: share of the validation translations right at which the rate begins to fall.
+        decay: steps of linear fall to a twentieth, at whose end ``goal`` decides.
+        max_steps: at which training gives up.
         smoothing: of the labels.
         clip: the largest norm of the gradient.
         max_length: of a source or target, in tokens.
         validate_every: steps between two validations.
         validation_dates, test_dates: held out in every language.
-        goal: share of the validation dates right in every language at which training ends.
+        goal: share of the validation dates right in every language at which training ends; if
+            it is missed at the end of a fall, the rate rises again for another.
     """
 
     seed: int = 0
@@ -71,13 +73,14 @@ class Recipe:
     batch_size: int = 48
     learning_rate: float = 3e-3
     warmup: int = 60
-    steps: int = 400
+    good_enough: float = 0.95
+    decay: int = 150
     max_steps: int = 1000
     smoothing: float = 0.1
     clip: float = 1.0
     max_length: int = 40
-    validate_every: int = 50
-    validation_dates: int = 50
+    validate_every: int = 25
+    validation_dates: int = 40
     test_dates: int = 1000
     goal: float = 1.0
 
@@ -105,13 +108,21 @@ class Task:
         return cls(split, DateTokenizer.train(written, recipe.vocab_size))
 
 
+class Validation(NamedTuple):
+    """Shares of the validation that were right after a step: of its dates, of its translations."""
+
+    step: int
+    dates: float
+    translations: float
+
+
 @dataclass
 class History:
     """What happened in training, step by step."""
 
     losses: list[float] = field(default_factory=list)  # of each step, nats per token
     learning_rates: list[float] = field(default_factory=list)  # of each step
-    validations: list[tuple[int, float]] = field(default_factory=list)  # step, Score.share
+    validations: list[Validation] = field(default_factory=list)
     tokens: int = 0  # source and target tokens seen, without padding
     seconds: float = 0.0  # of training, validations included
 
@@ -226,6 +237,37 @@ class Translator:
         return cls(model, DateTokenizer.load(Path(directory) / TOKENIZER_FILE))
 
 
+class Schedule:
+    """Learning rates that follow the validation: rise, hold until good enough, fall.
+
+    How soon a model gets there differs from seed to seed, so no number of steps is planned.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.turn: int | None = None  # the step after which the rate falls
+
+    def rate(self, step: int) -> float:
+        """The rate of a step, counted from 1."""
+        rate = self.recipe.learning_rate * min(1.0, step / self.recipe.warmup)
+        if self.turn is None:
+            return rate
+        return rate * max(_LOWEST_RATE, 1.0 - (step - self.turn) / self.recipe.decay)
+
+    def finished(self, step: int, score: Score) -> bool:
+        """Whether training ends with what the validation after ``step`` says."""
+        if self.turn is None:
+            if step >= self.recipe.warmup and score.translations_share >= self.recipe.good_enough:
+                self.turn = step
+            return False
+        if step < self.turn + self.recipe.decay:  # the rate is too high to judge
+            return False
+        if score.share < self.recipe.goal:
+            self.turn = None
+            return False
+        return True
+
+
 def train(
     task: Task,
     recipe: Recipe,
@@ -234,7 +276,7 @@ def train(
     on_step: Callable[[History], object] | None = None,
     on_validation: Callable[[History, Score], object] | None = None,
 ) -> tuple[Translator, History]:
-    """Train a new model for ``steps``, and on until the validation dates reach the goal.
+    """Train a new model until the validation dates reach the goal, or ``max_steps``.
 
     Args:
         task: dates and subwords.
@@ -253,20 +295,21 @@ def train(
         weight_decay=0.01,
         fused=True,  # one pass over all parameters: a tenth of a step's time on a CPU
     )
-    schedule = cosine(optimizer, recipe.warmup, recipe.steps, floor=0.05)
+    schedule = Schedule(recipe)
     validation = every_language(task.split.validation)
     history = History()
     start = time.perf_counter()
     for batch in _batches(task, recipe):
         source, target = batch.source.to(device), batch.target.to(device)
-        history.learning_rates.append(optimizer.param_groups[0]["lr"])
+        rate = schedule.rate(history.steps + 1)
+        history.learning_rates.append(rate)
+        optimizer.param_groups[0]["lr"] = rate
         logits = model(source, target[:, :-1])
         loss = label_smoothed_cross_entropy(logits, target[:, 1:], recipe.smoothing, PAD_ID)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
         optimizer.step()
-        schedule.step()
         history.losses.append(float(loss.detach()))
         history.tokens += int((batch.source != PAD_ID).sum() + (batch.target != PAD_ID).sum())
         history.seconds = time.perf_counter() - start
@@ -274,12 +317,13 @@ def train(
             on_step(history)
         if history.steps % recipe.validate_every == 0 or history.steps == recipe.max_steps:
             score = translator.score(validation)
-            history.validations.append((history.steps, score.share))
+            history.validations.append(
+                Validation(history.steps, score.share, score.translations_share)
+            )
             history.seconds = time.perf_counter() - start
             if on_validation is not None:
                 on_validation(history, score)
-            planned = history.steps >= recipe.steps  # before, the rate is too high to judge
-            if (planned and score.share >= recipe.goal) or history.steps >= recipe.max_steps:
+            if schedule.finished(history.steps, score) or history.steps >= recipe.max_steps:
                 break
     model.eval()
     return translator, history
