@@ -27,6 +27,10 @@ struct Sequence {
   int64_t row_pad = 0;  // the same for the packed queries of the backward pass
 };
 
+// An lse of this size or more is a coarse sum: its last digit is worth 2^-11 (see row_sums.inl).
+template <class T>
+constexpr T kCoarse = sizeof(T) == 4 ? T{4096} : T{4096} * (1 << 29);
+
 constexpr int64_t kUnbounded = int64_t{1} << 60;
 constexpr int64_t kBlock = 64;  // rows and columns of one flag of `blocks`, and of one packed block
 
@@ -56,6 +60,7 @@ struct AttentionParams {
   // The backward pass only (out and lse are inputs then).
   Array dout, dq, dk, dv, dbias;  // data == nullptr where not wanted
   const void* dlse = nullptr;     // like lse, or nullptr
+  void* low = nullptr;            // like lse: what row_sums.inl adds to it, or nullptr
   double* dsinks = nullptr;       // [sequences, q_heads, ceil(max_lq / kBlock)] partial sums
   int64_t bias_batch = 1, bias_head = 1, bias_row = 1, bias_column = 1;  // sizes of dbias
 };
@@ -70,6 +75,7 @@ struct Team {
 struct Kernels {
   const char* name;
   void (*forward)(const AttentionParams&, const Team&);
+  void (*row_sums)(const AttentionParams&, const Team&);
   void (*backward)(const AttentionParams&, const Team&);
   void (*bias_gradient)(const AttentionParams&, const Team&);
   void (*decode)(const AttentionParams&, const Team&);

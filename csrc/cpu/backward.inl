@@ -16,7 +16,7 @@ struct PackedQueries {
   using T = typename Op::Real;
   typename Op::Element *q_columns = nullptr, *g_columns = nullptr;  // q, dO as transposed panels
   typename Op::Element *q_rows = nullptr, *g_rows = nullptr;        // q, dO as row panels
-  T *lse = nullptr, *delta = nullptr;
+  T *lse = nullptr, *low = nullptr, *delta = nullptr;
   int64_t q_panel = 0, g_panel = 0;
 
   void layout(Workspace& w, int64_t rows, int64_t head_dim, int64_t value_dim) {
@@ -25,6 +25,7 @@ struct PackedQueries {
     w.take(q_rows, rows * ceil_to(head_dim, kPanel<T>));
     w.take(g_rows, rows * ceil_to(value_dim, kPanel<T>));
     w.take(lse, rows);
+    w.take(low, rows);
     w.take(delta, rows);
     q_panel = g_panel = rows * kPanel<T>;
   }
@@ -35,6 +36,7 @@ struct PackedQueries {
     r.q_rows += row * kPanel<T>;
     r.g_rows += row * kPanel<T>;
     r.lse += row;
+    r.low += row;
     r.delta += row;
     return r;
   }
@@ -213,7 +215,8 @@ class Backward {
             const PackedQueries<Op>& queries, Element* fetch) {
     const PackedQueries<Op> to = queries.from(i, p_.head_dim, p_.value_dim);
     const int64_t n = lesser(kBlock, s.lq - i), first = s.q0 + i;
-    const T* lse = static_cast<const T*>(p_.lse) + (s.entry * p_.q_heads + h) * p_.q_rows + first;
+    const int64_t at = (s.entry * p_.q_heads + h) * p_.q_rows + first;
+    const T* lse = static_cast<const T*>(p_.lse) + at;
 
     // A row that sees no key takes part in nothing, whatever its q and dO hold.
     uint8_t live[kBlock];
@@ -222,10 +225,11 @@ class Backward {
     for (int64_t r = 0; r < kBlock; ++r) {
       live[r] = r < n && lse[r] != -kInfinity<T>;
       to.lse[r] = live[r] ? lse[r] : kInfinity<T>;  // exp(s - inf) = 0
+      to.low[r] = live[r] && p_.low ? static_cast<const T*>(p_.low)[at + r] : T{0};
       T delta = 0;
       if (live[r]) {
         delta = delta_of<T>(p_, s.entry, h, first + r);
-        if (p_.sinks) sink_sum -= exp2(splat((sink - lse[r]) * kLog2e<T>))[0] * delta;
+        if (p_.sinks) sink_sum -= exp2(splat((sink - lse[r]) * kLog2e<T> - to.low[r]))[0] * delta;
       }
       to.delta[r] = delta;
     }
@@ -352,12 +356,12 @@ class Backward {
     keep_for_dq(r, t);
   }
 
-  // P^T = exp(S^T - lse).
+  // P^T = exp(S^T - lse) / 2^low.
   void weights(const PackedQueries<Op>& queries, Scratch& t) {
     for (int64_t x = 0; x < kBlock; x += kLanes<T>) {
-      const Vec<T> lse = load(queries.lse + x);
+      const Vec<T> lse = load(queries.lse + x), low = load(queries.low + x);
       for (int64_t m = 0; m < kRows; ++m)
-        store(t.p + m * kBlock + x, exp2((load(t.s + m * kBlock + x) - lse) * kLog2e<T>));
+        store(t.p + m * kBlock + x, exp2((load(t.s + m * kBlock + x) - lse) * kLog2e<T> - low));
     }
   }
 

@@ -126,6 +126,7 @@ class BiasGradient {
       const int64_t at = (s.entry * p_.q_heads + h) * p_.q_rows + s.q0 + i + m;
       const T lse = static_cast<const T*>(p_.lse)[at];
       if (lse == -kInfinity<T>) continue;
+      const T low = p_.low ? static_cast<const T*>(p_.low)[at] : T{0};
       const T delta = delta_of<T>(p_, s.entry, h, s.q0 + i + m);
       T* score = t.s + m * kGroup;
       T* dp = t.dp + m * kGroup;
@@ -138,7 +139,7 @@ class BiasGradient {
       }
       double* sum = t.sum + greater<int64_t>(row, 0) * kGroup + (row < 0 ? 0 : m * kGroup);
       for (int64_t x = 0; x < columns; x += kLanes<T>) {
-        const Vec<T> w = exp2((load(score + x) - lse) * kLog2e<T>);
+        const Vec<T> w = exp2((load(score + x) - lse) * kLog2e<T> - low);
         const Vec<T> ds = select<T>(w == Vec<T>{}, Vec<T>{}, w * (load(dp + x) - delta));
         for (int l = 0; l < kLanes<T>; ++l) sum[all_columns ? 0 : x + l] += ds[l];
       }

@@ -12,6 +12,7 @@
 #include "philox.inl"
 #include "scores.inl"
 #include "forward.inl"
+#include "row_sums.inl"
 #include "backward.inl"
 #include "bias_gradient.inl"
 #include "decode.inl"
@@ -34,6 +35,13 @@ void run(const AttentionParams& p, const Team& team) {
   Pass<Plain<float>>(p, team).run();
 }
 
+inline void row_sums(const AttentionParams& p, const Team& team) {
+#if defined(ATTNKIT_FLOAT64)
+  if (p.q.dtype == DType::kFloat64) return RowSums<double>(p, team).run();
+#endif
+  RowSums<float>(p, team).run();
+}
+
 inline void bias_gradient(const AttentionParams& p, const Team& team) {
 #if defined(ATTNKIT_FLOAT64)
   if (p.q.dtype == DType::kFloat64) return BiasGradient<double>(p, team).run();
@@ -51,5 +59,5 @@ inline void decode(const AttentionParams& p, const Team& team) {
 }
 
 extern const Kernels kKernels;
-const Kernels kKernels = {ATTNKIT_ISA_NAME, run<Forward>, run<Backward>, bias_gradient,
-                          decode,           probe_fma,    probe_read};
+const Kernels kKernels = {ATTNKIT_ISA_NAME, run<Forward>, row_sums,  run<Backward>,
+                          bias_gradient,    decode,       probe_fma, probe_read};

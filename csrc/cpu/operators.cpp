@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -61,9 +62,9 @@ Tensor empty(const std::array<int64_t, N>& sizes, const std::array<int64_t, N>& 
   if (dtype == ScalarType::BFloat16) code = aoti_torch_dtype_bfloat16();
   if (dtype == ScalarType::Half) code = aoti_torch_dtype_float16();
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(static_cast<int64_t>(N), sizes.data(), strides.data(), code,
-                               aoti_torch_device_type_cpu(), 0, &handle));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(N), sizes.data(),
+                                                         strides.data(), code,
+                                                         aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
 }
 
@@ -331,6 +332,14 @@ std::tuple<Tensor, Tensor> decode(const Tensor& q, const Tensor& k, const Tensor
   return {out, lse};
 }
 
+// Whether some lse is too coarse to hold the sum of its row (see row_sums.inl).
+template <class T>
+bool any_coarse(const void* lse, int64_t n) {
+  const T* from = static_cast<const T*>(lse);
+  return std::any_of(from, from + n,
+                     [](T x) { return std::abs(x) >= kCoarse<T> && std::abs(x) < INFINITY; });
+}
+
 // An empty gradient stands for "not wanted".
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
@@ -365,6 +374,16 @@ Gradients backward(const Tensor& dout, const MaybeTensor& dlse, const Tensor& q,
   Tensor dk = gradient(want_dk, k, partly, p.dk);
   Tensor dv = gradient(want_dv, v, partly, p.dv);
   const Team team = team_for(2.5 * call.flops);
+
+  std::optional<Tensor> low;
+  const int64_t rows = whole_lse.numel();
+  if (real == ScalarType::Double ? any_coarse<double>(p.lse, rows)
+                                 : any_coarse<float>(p.lse, rows)) {
+    low = empty<3>({q.size(0), q.size(1), q.size(2)}, real);
+    torch::stable::zero_(*low);
+    p.low = low->mutable_data_ptr();
+    kernels_for(p.q.dtype).row_sums(p, team);
+  }
 
   const int64_t slots = (p.max_lq + kBlock - 1) / kBlock;
   std::vector<double> sink_sums;
