@@ -11,6 +11,7 @@ for the largest error and for its root mean square, of the output, lse and every
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -298,7 +299,10 @@ def naive(
         s = torch.cat([s, sinks[:, None, None].expand(*s.shape[:3], 1)], -1)
     dead = (s == -_INF).all(-1, keepdim=True)
     s = s.masked_fill(dead, 0.0)
-    lse = s.to(acc).logsumexp(-1).masked_fill(dead[..., 0], -_INF)
+    # not logsumexp, whose derivative exp(s - lse) is 1, not 1 / n, in a row of the lowest float
+    top = torch.cat([s, s.new_full((*s.shape[:3], 1), -_INF)], -1).detach().to(acc).amax(-1)
+    total = (s.to(acc) - top[..., None]).exp().sum(-1)
+    lse = (top + total.log()).masked_fill(dead[..., 0], -_INF)
     p = s.softmax(-1).masked_fill(dead, 0.0)[..., : k.shape[2]].masked_fill(~seen, 0.0)
     if x.spec.dropout_p > 0:
         p = p * kept / (1.0 - x.spec.dropout_p) if x.spec.dropout_p < 1 else p * 0.0
@@ -685,3 +689,15 @@ def _corners() -> list[Case]:
         Case("packed-keep", packed=((19, 23), (66, 70)), hide="keep", right=0),
         Case("packed-empty", packed=((0, 0), (0, 5))),
     ]
+
+
+def far_heads(t: Tensor, apart: int = 2**31 + 64) -> Tensor:
+    """A copy of t [1, 2, L, D] whose heads lie ``apart`` elements from each other.
+
+    The memory between them is mapped and never touched: it costs nothing, unlike that of an
+    allocator which fills what it hands out.
+    """
+    _, heads, length, dim = t.shape
+    elements = (heads - 1) * apart + length * dim
+    buffer = torch.frombuffer(mmap.mmap(-1, elements * t.element_size()), dtype=t.dtype)
+    return buffer.as_strided(t.shape, (0, apart, dim, 1)).copy_(t)

@@ -257,8 +257,12 @@ def _weights(
     sink = sink[:, None, None]
     dead = (s == -_INF).all(-1, keepdim=True) & (sink == -_INF)
     logits = torch.cat([s, torch.where(dead, 0.0, sink)], -1)
-    lse = torch.where(dead[..., 0], -_INF, logits.logsumexp(-1))
-    p = torch.where(visible, logits.softmax(-1)[..., :-1], 0.0)
+    top = logits.detach().amax(-1, keepdim=True)
+    e = torch.exp(logits - top)
+    total = e.sum(-1, keepdim=True)
+    # not logsumexp, whose derivative exp(s - lse) is 1, not 1 / n, in a row of the lowest float
+    lse = torch.where(dead, -_INF, top + total.log())[..., 0]
+    p = torch.where(visible, (e / total)[..., :-1], 0.0)
     if spec.dropout_p > 0:
         assert args.seed is not None
         # an integer threshold: p in float32 would differ from p in float64 for some p
