@@ -48,7 +48,8 @@ TINY = Recipe(
     max_steps=10,
     max_length=28,
     validate_every=5,
-    validation_dates=1,
+    validation_dates=2,
+    glance=1,
     test_dates=20,
 )
 
@@ -233,7 +234,7 @@ def test_training_reports_steps_rates_and_validations(task):
         on_validation=lambda history, score: scores.append((history.steps, score.dates)),
     )
     assert steps == list(range(1, 11))
-    assert scores == [(5, 1), (10, 1)]
+    assert scores == [(5, 1), (10, 2)]  # the last one decides, on all validation dates
     assert [validation.step for validation in history.validations] == [5, 10]
     # warm-up over 4 steps; "good enough" at step 5; then a fall over 3 steps
     shares = [0.25, 0.5, 0.75, 1.0, 1.0, 2 / 3, 1 / 3, 0.05, 0.05, 0.05]

@@ -67,7 +67,8 @@ class Options:
             max_steps=30,
             max_length=28,
             validate_every=30,
-            validation_dates=1,
+            validation_dates=2,
+            glance=1,
             test_dates=2,
         )
 
