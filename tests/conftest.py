@@ -12,7 +12,8 @@ from attnkit.testing import recorded_backends
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "isa: also run with every instruction set of the CPU kernels")
+    text = "isa: also run with every instruction set of the CPU kernels"
+    config.addinivalue_line("markers", text)
 
 
 @pytest.fixture(autouse=True)

@@ -43,6 +43,7 @@ THREADED = [
     Case("bias", 2, 4, 2, 150, 170, 32, bias="float:11qk", sinks=True),
     Case("bias-row", 3, 4, 4, 150, 170, 32, bias="float32:bh1k", alibi="head"),
     Case("dropout", 2, 4, 2, 150, 170, 32, dropout_p=0.3, softcap=3.0),
+    Case("few-rows", 1, 1, 1, 17, 33, 512),  # one chunk of keys, and more rows than that to merge
     Case("packed", heads=4, kv_heads=2, dim=32, packed=((200, 150), (3, 4), (150, 260)), right=0),
 ]
 

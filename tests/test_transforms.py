@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import attnkit
 from attnkit import masks
+from attnkit.backends import reference
+from attnkit.spec import AttentionSpec, TensorArgs
 
 SDPA = attnkit.scaled_dot_product_attention
 
@@ -150,6 +152,10 @@ def test_compiled_function_follows_use_backend(fresh_dynamo):
         compiled(q, q, q)
     assert operators(counter.graphs) == ["attnkit.cpu_forward.default"]
 
+    compiled(q, q, q)  # outside: nothing is forced any more, which is a third graph
+    assert counter.frame_count == 3
+    assert operators(counter.graphs) == ["attnkit.cpu_forward.default"] * 2
+
     def inside(q):
         with attnkit.use_backend("reference"):
             return SDPA(q, q, q)
@@ -286,11 +292,20 @@ def test_per_sample_gradients(backend):
 
 def test_gradients_batched_by_vmap(backend):
     q, k, v = inputs((1, 2, 3, 4), (1, 2, 5, 4), (1, 2, 5, 2), dtype=torch.float64)
+    want = torch.autograd.functional.jacobian(plain, (q, k, v))
     for vectorize in (False, True):
         got = torch.autograd.functional.jacobian(SDPA, (q, k, v), vectorize=vectorize)
-        want = torch.autograd.functional.jacobian(plain, (q, k, v))
         for x, y in zip(got, want, strict=True):
             torch.testing.assert_close(x, y)
+
+    def through_the_jacobian(f):
+        jacobian = torch.autograd.functional.jacobian(
+            f, (q, k, v), create_graph=True, vectorize=f is SDPA
+        )
+        return torch.autograd.grad(sum(j.square().sum() for j in jacobian), (q, k, v))
+
+    for x, y in zip(through_the_jacobian(SDPA), through_the_jacobian(plain), strict=True):
+        torch.testing.assert_close(x, y)
 
 
 def test_forward_mode_has_the_right_tangent(backend):
@@ -353,18 +368,40 @@ def test_second_derivatives_tile_by_tile(backend, monkeypatch):
     """However the rows are cut, the sum over the tiles is the same."""
     q, k, v, b = inputs((2, 2, 9, 4), (2, 2, 5, 4), (2, 2, 5, 2), (9, 5), dtype=torch.float64)
 
-    def penalty():
-        out, lse = attnkit.attention(q, k, v, bias=b, dropout_p=0.2, seed=1, return_lse=True)
+    def penalty(f):
+        out, lse = f()
         first = torch.autograd.grad(
             out.square().sum() + lse.square().sum(), (q, k, v, b), create_graph=True
         )
         return torch.autograd.grad(sum(g.square().sum() for g in first), (q, k, v, b))
 
-    whole = penalty()
-    for tile in (1, 2 * 2 * 5 * 4):
+    def attention():
+        return attnkit.attention(q, k, v, bias=b, dropout_p=0.2, seed=1, return_lse=True)
+
+    def definition():
+        spec = AttentionSpec(0.5, dropout_p=0.2)
+        return reference.attend(
+            q, k, v, TensorArgs(b.expand(2, 2, 9, 5), seed=torch.tensor(1)), spec
+        )
+
+    truth = penalty(definition)
+    for tile in (1, 2 * 2 * 5 * 4, 1 << 20):
         monkeypatch.setattr("attnkit._autograd._TILE", tile)
-        for x, y in zip(penalty(), whole, strict=True):
+        for x, y in zip(penalty(attention), truth, strict=True):
             torch.testing.assert_close(x, y)
+
+
+def test_second_derivatives_under_autocast_are_those_without(backend):
+    q, k, v = inputs(*[(1, 2, 5, 8)] * 3)
+
+    def second(autocast):
+        out = SDPA(q, k, v).square().sum()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            first = torch.autograd.grad(out, (q, k, v), create_graph=True)
+            return torch.autograd.grad([g.sum() for g in first], (q, k, v))
+
+    for x, y in zip(second(True), second(False), strict=True):
+        assert torch.equal(x, y)
 
 
 def test_third_derivatives(backend):
