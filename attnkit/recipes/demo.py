@@ -238,12 +238,16 @@ def machine_line(machine: benchmark.Machine) -> str:
     """The machine in one line."""
     parts = [
         machine.cpu,
-        f"{machine.threads} threads on {machine.cores} cores",
+        f"{_count(machine.threads, 'thread')} on {_count(machine.cores, 'core')}",
         machine.instruction_set,
         f"{machine.memory_bytes / 2**30:.0f} GiB",
         *machine.gpus,
     ]
     return ", ".join(parts)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def version_line(versions: benchmark.Versions) -> str:
@@ -321,12 +325,23 @@ def show_speed(console: Console, results: benchmark.Results) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("case", "pass", "implementation"):
         table.add_column(heading)
-    for heading in ("median ms", "x PyTorch", "of FMA peak", "peak extra MiB"):
+    for heading in ("median ms", "x PyTorch", "of peak", "peak extra MiB"):
         table.add_column(heading, justify="right")
     for cells in speed_cells(results):
         style = "bold" if cells[2].startswith("attnkit") else None
         table.add_row(*cells, style=style)
     console.print(table)
+    console.print(peak_line(results), style="dim")
+
+
+def peak_line(results: benchmark.Results) -> str:
+    """What "of peak" refers to."""
+    kinds = {row.peak.kind for row in results.rows if row.peak is not None}
+    names = {
+        "fma": "of peak: fp32 multiply-adds of this machine, probed in the same rounds",
+        "matmul": "of peak: PyTorch's fp32 matrix product, timed in the same rounds",
+    }
+    return "; ".join(names[kind] for kind in sorted(kinds)) or "no peak is probed on this device"
 
 
 def speed_cells(results: benchmark.Results) -> list[list[str]]:
@@ -528,6 +543,7 @@ def write_report(report: Report, task: Task, translator: Translator) -> Path:
         "train_dates": len(task.split.train),
         "vocab_size": task.tokenizer.vocab_size,
         "speed_cells": speed_cells(report.speeds),
+        "peak_line": peak_line(report.speeds),
         "generation_cells": generation_cells(report.generation),
         "translations": translations,
         "maps": maps,
