@@ -1,4 +1,4 @@
-"""All of an attention call that is not q, k or v: what is asked (AttentionSpec) and the tensors that go with it (TensorArgs)."""
+"""All of a call that is not q, k or v: what is asked (AttentionSpec), and more tensors (TensorArgs)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class AttentionSpec(NamedTuple):
-    """What one call asks for.  Hashable and free of tensors, so that a compiled graph may treat it as a constant.
+    """What one call asks for.  Hashable, without tensors: a constant to a compiled graph.
 
     Key j is visible to query i when ``i + off - left <= j <= i + off + right``, where ``off`` is
     0 (top-left) or ``Lk - Lq`` (bottom-right); ``None`` is unlimited.
@@ -25,20 +25,20 @@ class AttentionSpec(NamedTuple):
 class TensorArgs(NamedTuple):
     """The optional tensors of a call, in the one form that every backend takes.
 
-    ========================= ==================== =====================================================
-    field                     shape                meaning
-    ========================= ==================== =====================================================
-    bias                      [B, Hq, Lq, Lk]      float added to the scores, or bool with True = attend;
-                                                   expanded (stride 0) where it was broadcast
-    sinks                     [Hq] fp32            one more logit per head, with no value behind it
-    keep                      [B, Lk] bool         True = attend
-    lengths                   [B] int32            keys at or past the length are hidden
-    q_segments, k_segments    [B, Lq], [B, Lk]     int32; equal ids see each other
-    blocks                    [B|1, Hq|1, ., .]    bool; one flag per 64 x 64 tile
-    alibi                     [B|1, Hq] fp32       adds ``-slope * |i + off - j|``
-    seed                      [] int64             of the dropout's Philox generator
-    cu_seqlens_q, _k          [N + 1] int32        packed sequences; the batch dimension is then 1
-    ========================= ==================== =====================================================
+    ======================== ==================== ==================================================
+    field                    shape                meaning
+    ======================== ==================== ==================================================
+    bias                     [B, Hq, Lq, Lk]      float added to the scores, or bool with True = attend;
+                                                  expanded (stride 0) where it was broadcast
+    sinks                    [Hq] fp32            one more logit per head, with no value behind it
+    keep                     [B, Lk] bool         True = attend
+    lengths                  [B] int32            keys at or past the length are hidden
+    q_segments, k_segments   [B, Lq], [B, Lk]     int32; equal ids see each other
+    blocks                   [B|1, Hq|1, ., .]    bool; one flag per 64 x 64 tile
+    alibi                    [B|1, Hq] fp32       adds ``-slope * |i + off - j|``
+    seed                     [] int64             of the dropout's Philox generator
+    cu_seqlens_q, _k         [N + 1] int32        packed sequences; the batch dimension is then 1
+    ======================== ==================== ==================================================
     """
 
     bias: Tensor | None = None
