@@ -105,9 +105,10 @@ class _Attention(torch.autograd.Function):
             dout = torch.zeros_like(out)
         needs = tuple(ctx.needs_input_grad[:5])
         grads: Any
-        if in_transform():  # gradients batched by vmap
+        create = torch.is_grad_enabled() and not _tracing()
+        if in_transform() or (create and _is_batched(dout, dlse)):
             grads = _recompute(dout, dlse, tensors, ctx.spec, needs)
-        elif torch.is_grad_enabled() and not _tracing():
+        elif create:
             grads = _Gradient.apply(
                 dout, dlse, *tensors, out.detach(), lse.detach(), ctx.spec, ctx.impl, needs
             )
@@ -152,6 +153,12 @@ class _Gradient(torch.autograd.Function):
         return (*total, *(None,) * len(tensors))
 
 
+def _is_batched(*tensors: Tensor | None) -> bool:
+    """Whether torch.autograd's own vmap (is_grads_batched) is at work, which functorch ignores."""
+    legacy = torch._C._functorch.is_legacy_batchedtensor
+    return any(t is not None and legacy(t) for t in tensors)
+
+
 def _backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -163,12 +170,8 @@ def _backward(
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     q, k, v, *rest = tensors
-    args = TensorArgs(*rest)
-    full = expanded(args, q, k)
-    dq, dk, dv, dbias, dsinks = impl.backward(dout, dlse, q, k, v, out, lse, full, spec, needs)
-    if dbias is not None and args.bias is not None:
-        dbias = dbias.to(args.bias.dtype)
-    return dq, dk, dv, dbias, dsinks
+    full = expanded(TensorArgs(*rest), q, k)
+    return impl.backward(dout, dlse, q, k, v, out, lse, full, spec, needs)  # type: ignore[no-any-return]
 
 
 def _recompute(

@@ -298,6 +298,12 @@ def test_gradients_batched_by_vmap(backend):
         for x, y in zip(got, want, strict=True):
             torch.testing.assert_close(x, y)
 
+    out = SDPA(q, k, v)
+    basis = torch.eye(out.numel(), dtype=out.dtype).view(-1, *out.shape)
+    got = vmap(lambda up: torch.autograd.grad(out, (q, k, v), up, retain_graph=True))(basis)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y.flatten(0, 3))
+
     def through_the_jacobian(f):
         jacobian = torch.autograd.functional.jacobian(
             f, (q, k, v), create_graph=True, vectorize=f is SDPA
