@@ -1,4 +1,4 @@
-"""All of a call that is not q, k or v: what is asked (AttentionSpec), and more tensors (TensorArgs)."""
+"""What a call asks for apart from q, k, v (AttentionSpec), and its further tensors (TensorArgs)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TensorArgs(NamedTuple):
     ======================== ==================== ==================================================
     field                    shape                meaning
     ======================== ==================== ==================================================
-    bias                     [B, Hq, Lq, Lk]      float added to the scores, or bool with True = attend;
+    bias                     [B, Hq, Lq, Lk]      added to the scores, or bool with True = attend;
                                                   expanded (stride 0) where it was broadcast
     sinks                    [Hq] fp32            one more logit per head, with no value behind it
     keep                     [B, Lk] bool         True = attend
