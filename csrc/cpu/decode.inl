@@ -50,7 +50,9 @@ class Decode {
     const int64_t heads = p_.sequences * p_.kv_heads;
     const int64_t chunks = greater<int64_t>(1, (p_.max_lk + kDecodeChunk - 1) / kDecodeChunk);
     const int64_t items = heads * chunks;
-    const int workers = static_cast<int>(lesser<int64_t>(team_.threads, items));
+    // there may be more rows to merge than chunks to read
+    const int workers =
+        static_cast<int>(lesser<int64_t>(team_.threads, greater(items, heads * rows_)));
     Part* parts = nullptr;
     T* sums = nullptr;
     auto* scratch = static_cast<Scratch*>(__builtin_alloca(workers * sizeof(Scratch)));
