@@ -186,7 +186,7 @@ def run_demo(options: Options, console: Console) -> int:
     for failure in report.failures:
         console.print(f"FAILED: {failure}", style="bold red", highlight=False)
     console.print(f"{sum(steps.seconds.values()):.0f} s in all", style="dim")
-    console.print(f"exact match {percent(score.share)}", highlight=False, style="bold")
+    console.print(f"exact match {percent(score.translations_share)}", highlight=False, style="bold")
     return 1 if report.failures else 0
 
 
@@ -207,10 +207,10 @@ def find_failures(report: Report) -> list[str]:
             f"{report.generation.different} of {report.generation.rows} generated sequences differ "
             "with and without the cache"
         )
-    if report.score.share < GOAL and not report.options.quick:
+    if report.score.translations_share < GOAL and not report.options.quick:
         failures.append(
-            f"{report.score.right} of {report.score.dates} held-out dates were translated exactly, "
-            f"the goal is {percent(GOAL)}"
+            f"{percent(report.score.translations_share)} of the translations of "
+            f"{report.score.dates} held-out dates are exact, the goal is {percent(GOAL)}"
         )
     return failures
 
@@ -534,7 +534,7 @@ def write_report(report: Report, task: Task, translator: Translator) -> Path:
     content = {
         "report": report,
         "goal": percent(GOAL),
-        "exact": percent(report.score.share),
+        "exact": percent(report.score.translations_share),
         "machine": machine_line(report.machine),
         "versions": version_line(report.versions),
         "languages": LANGUAGES,
@@ -591,7 +591,7 @@ def numbers(report: Report) -> dict[str, Any]:
         "test": {
             "dates": score.dates,
             "dates_exact": score.right,
-            "exact_match": score.share,
+            "exact_match": score.translations_share,
             "translations": score.translations,
             "translations_exact": score.translations - len(score.mistakes),
             "mistakes": [
