@@ -692,7 +692,7 @@ def _corners() -> list[Case]:
 
 
 def far_heads(t: Tensor, apart: int = 2**31 + 64) -> Tensor:
-    """A copy of t [1, H, L, D], heads ``apart`` elements from each other in memory never touched."""
+    """A copy of t [1, H, L, D], heads ``apart`` elements from each other; the rest is untouched."""
     _, heads, length, dim = t.shape
     elements = (heads - 1) * apart + length * dim
     buffer = torch.frombuffer(mmap.mmap(-1, elements * t.element_size()), dtype=t.dtype)
