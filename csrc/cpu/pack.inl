@@ -50,6 +50,7 @@ ATTNKIT_INLINE T load_scalar(const char* p, DType dtype) {
 // Values `stride` elements apart, as T.
 template <class T>
 void load_row(const char* from, DType dtype, int64_t stride, int64_t n, T* to) {
+  if (n <= 0) return;  // a tensor without elements may have no memory at all
   int64_t d = 0;
   if (stride == 1) {
     if constexpr (sizeof(T) == 4) {
@@ -73,6 +74,7 @@ void load_row(const char* from, DType dtype, int64_t stride, int64_t n, T* to) {
 
 // bfloat16 values, as they are.
 inline void load_row(const char* from, DType, int64_t stride, int64_t n, uint16_t* to) {
+  if (n <= 0) return;
   if (stride == 1) {
     __builtin_memcpy(to, from, n * 2);
     return;
