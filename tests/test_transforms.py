@@ -121,6 +121,19 @@ def test_one_graph_serves_all_lengths(backend, fresh_dynamo):
     assert sum(len(graph.graph.nodes) > 0 for graph in counter.graphs) == 1
 
 
+@pytest.mark.parametrize("backend", ["cpu"], indirect=True)
+def test_compiled_with_numbers_that_change(backend, fresh_dynamo):
+    def f(q, scale, left):
+        return attnkit.attention(q, q, q, mask=masks.sliding_window(left, 0), scale=scale)
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    (q,) = inputs((1, 2, 9, 8))
+    for scale, left in ((0.3, 1), (0.4, 2), (0.5, 3)):
+        got, want = compiled(q, scale, left), f(q, scale, left)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(grads(got, (q,)), grads(want, (q,)))
+
+
 def test_compiled_dropout_draws_from_the_generator(backend, fresh_dynamo):
     compiled = torch.compile(
         lambda q, k, v: SDPA(q, k, v, dropout_p=0.5), fullgraph=True, backend="aot_eager"

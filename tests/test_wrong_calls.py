@@ -361,7 +361,7 @@ WRONG = {
         "| joins a Mask with a Mask, but the left operand is int 3"),
     # choice of the backend
     "backend name": Wrong(lambda: attnkit.use_backend("cuda2").__enter__(), ValueError,
-        "name is 'cuda2', expected one of 'cpu', 'reference'"),
+        "name is 'cuda2', expected one of .*'reference'"),
     "backend None": Wrong(lambda: attnkit.use_backend(None).__enter__(), TypeError,
         "name is NoneType None, expected a str"),
     "explain": Wrong(lambda: attnkit.explain(q, k, v[..., 1:, :]), RuntimeError,
