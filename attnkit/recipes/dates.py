@@ -144,7 +144,7 @@ class DateTokenizer:
         self._language_ids = {code: vocabulary[language_token(code)] for code in LANGUAGES}
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int = 1400) -> DateTokenizer:
+    def train(cls, texts: Iterable[str], vocab_size: int = 1200) -> DateTokenizer:
         """Learn at most ``vocab_size`` subwords (special tokens included) from ``texts``."""
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 

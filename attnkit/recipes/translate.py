@@ -70,7 +70,7 @@ class Recipe:
     num_heads: int = 4
     num_layers: int = 2
     d_ff: int = 256
-    vocab_size: int = 1400
+    vocab_size: int = 1200
     batch_size: int = 48
     learning_rate: float = 3e-3
     warmup: int = 60
