@@ -254,7 +254,7 @@ def training_curves(
         )
     exact_axis.set_ylim(-3, 106)
     exact_axis.set_ylabel("validation, exact (%)")
-    exact_axis.legend(loc="lower right", frameon=False)
+    exact_axis.legend(loc="center left", frameon=False)  # where a run still has nothing right
 
     rate_axis.plot(steps, [1e3 * rate for rate in learning_rates], color=ORANGE)
     rate_axis.set_ylabel("learning\nrate (10⁻³)")
@@ -281,6 +281,12 @@ def _smooth(values: Sequence[float], weight: float = 0.25) -> list[float]:
 
 
 # --- speed -------------------------------------------------------------------------------------
+
+
+def milliseconds(seconds: float) -> str:
+    """A time in milliseconds with three digits, or more where it is long: 0.0123, 45.6, 1110."""
+    value = 1e3 * seconds
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def speed_bars(
@@ -316,7 +322,7 @@ def speed_bars(
             longest = max(longest, ratio.high)
             speed_axis.barh(place, ratio.median, 0.92 * height, color=look["color"])
             speed_axis.errorbar(ratio.median, place, xerr=spread, color="black", linewidth=0.8)
-            text = f"{ratio.median:.2f}×  {1e3 * row.samples.median:.3g} ms"
+            text = f"{ratio.median:.2f}×  {milliseconds(row.samples.median)} ms"
             speed_axis.annotate(
                 text,
                 (max(1.0, ratio.high), place),  # clear of the line at 1

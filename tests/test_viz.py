@@ -123,3 +123,10 @@ def test_an_embedded_picture_is_the_file(tmp_path):
 def test_cells_run_from_white_to_blue(weight, colour):
     assert viz.cell_style(weight) == f"background:rgb({colour})"
     assert re.fullmatch(r"background:rgb\(\d+,\d+,\d+\)", viz.cell_style(weight + 1e-7))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(1.23456e-5, "0.0123"), (0.0456, "45.6"), (0.9994, "999"), (1.11, "1110")]
+)
+def test_milliseconds(seconds, text):
+    assert viz.milliseconds(seconds) == text

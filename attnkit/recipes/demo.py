@@ -357,7 +357,7 @@ def speed_cells(results: benchmark.Results) -> list[list[str]]:
                 row.group.removesuffix(" " + row.operation),
                 row.operation,
                 name,
-                f"{1e3 * row.samples.median:.3g}",
+                viz.milliseconds(row.samples.median),
                 "" if ratio is None else f"{ratio.median:.2f}",
                 "" if share is None else f"{share:.0%}",
                 "" if row.extra_bytes is None else f"{row.extra_bytes / 2**20:.1f}",
