@@ -286,7 +286,7 @@ def test_the_demo_writes_its_numbers(quick_demo):
 def report():
     pytest.importorskip("rich")
     from attnkit import benchmark
-    from attnkit.recipes import demo, translate
+    from attnkit.recipes import date_translation, demo
 
     return demo.Report(
         options=demo.Options(),
@@ -297,9 +297,9 @@ def report():
         backends={},
         error_rows=[demo.ErrorRow("cpu", "fp32", 1e-5, {"out": 1e-6, "dq": 1e-5})],
         speeds=benchmark.Results.here([], {}),
-        history=translate.History(),
-        score=translate.Score(1000, 995, 14_000, ()),
-        generation=translate.GenerationCheck((), 10, 0),
+        history=date_translation.History(),
+        score=date_translation.Score(1000, 995, 14_000, ()),
+        generation=date_translation.GenerationCheck((), 10, 0),
         seconds={},
     )
 
@@ -331,9 +331,9 @@ def test_a_good_run_has_no_failures(report):
 def test_what_should_have_held_is_a_failure(report, change, sentence):
     from dataclasses import replace
 
-    from attnkit.recipes import demo, translate
+    from attnkit.recipes import date_translation, demo
 
-    (failure,) = demo.find_failures(replace(report, **change(translate, demo)))
+    (failure,) = demo.find_failures(replace(report, **change(date_translation, demo)))
     assert failure.startswith(sentence)
 
 

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from attnkit import benchmark, dispatch, viz
 from attnkit.benchmark import Case, Preset, Settings
 from attnkit.benchmark.cases import DTYPES
-from attnkit.recipes.dates import LANGUAGES, every_language, make_example
-from attnkit.recipes.translate import (
+from attnkit.recipes.date_translation import (
     GenerationCheck,
     History,
     Recipe,
@@ -29,6 +28,7 @@ from attnkit.recipes.translate import (
     generation_speeds,
     train,
 )
+from attnkit.recipes.dates import LANGUAGES, every_language, make_example
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,6 +9,17 @@ pytest.importorskip("tokenizers")
 
 from babel.dates import format_date
 
+from attnkit.recipes.date_translation import (
+    Recipe,
+    Schedule,
+    Score,
+    Task,
+    Translator,
+    alignments,
+    build_model,
+    generation_speeds,
+    train,
+)
 from attnkit.recipes.dates import (
     BOS_ID,
     EOS_ID,
@@ -23,17 +34,6 @@ from attnkit.recipes.dates import (
     sample_examples,
     split_dates,
     write_date,
-)
-from attnkit.recipes.translate import (
-    Recipe,
-    Schedule,
-    Score,
-    Task,
-    Translator,
-    alignments,
-    build_model,
-    generation_speeds,
-    train,
 )
 
 TINY = Recipe(
