@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from attnkit.models import Seq2SeqConfig, Seq2SeqTransformer
-from attnkit.models.generation import SearchOptions, beam_search, greedy_search
+from attnkit.models.generation import GenerationOptions, generate, stream
 from attnkit.models.layers import Attention
 
 PAD, BOS, EOS = 0, 1, 2
@@ -234,14 +234,26 @@ def table_model(script: list[list[int]], then: int = EOS, vocab: int = 8):
     return next_logits, calls
 
 
-def options(max_length: int, **changes) -> SearchOptions:
-    return SearchOptions(max_length, BOS, EOS, PAD, **changes)
+class Toy:
+    """A session of tables: its state is the tokens, and ``next_logits`` maps them to logits."""
+
+    def __init__(self, next_logits):
+        self.next_logits, self.tokens = next_logits, None
+
+    def extend(self, tokens):
+        self.tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], 1)
+        return self.next_logits(self.tokens)
+
+    def reorder(self, rows):
+        self.tokens = self.tokens[rows]
+
+
+def options(max_length: int, **changes) -> GenerationOptions:
+    return GenerationOptions(max_length, **{"eos_id": EOS, "pad_id": PAD, **changes})
 
 
 def search(next_logits, batch, opts):
-    if opts.num_beams == 1:
-        return greedy_search(next_logits, batch, torch.device("cpu"), opts)
-    return beam_search(next_logits, lambda rows: None, batch, torch.device("cpu"), opts)
+    return generate(Toy(next_logits), torch.full((batch, 1), BOS), opts)
 
 
 def test_r78_finished_rows_are_padded_and_frozen_until_the_last_ends():

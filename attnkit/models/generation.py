@@ -1,146 +1,111 @@
-"""score = (sum of log-probabilities) / length ** alpha,  length = tokens generated, eos included.
-
-Searches over any model: ``next_logits`` maps the tokens so far [R, 1 + t], bos first, to the logits
-[R, V] of the next one, and ``reorder`` makes row r of the model's state what row ``rows[r]`` was.
-"""
+"""y_t ~ p(y_t | prompt, y_<t) until every row has ended: the likeliest, drawn, or by beams."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from attnkit.models.beam_search import beam_search
+from attnkit.models.generation_options import GenerationOptions, GenerationOutput, Session
+from attnkit.models.rows import Rows
+from attnkit.models.sampling import draw, filtered, uniforms
 
-@dataclass(frozen=True)
-class SearchOptions:
-    """What ends and ranks the hypotheses of a search; see :meth:`Seq2SeqTransformer.generate`."""
-
-    max_length: int
-    bos_id: int
-    eos_id: int
-    pad_id: int
-    length_penalty: float = 1.0
-    num_beams: int = 1
-    early_stopping: bool = False
+__all__ = ["GenerationOptions", "GenerationOutput", "Session", "generate", "stream"]
 
 
-class GenerationOutput(NamedTuple):
-    """What a search found.
+@torch.no_grad()
+def generate(session: Session, prompt: Tensor, options: GenerationOptions) -> GenerationOutput:
+    """Feed ``prompt`` to the session, and choice after choice behind it, until each row has ended.
 
-    ======= ====== =================================================================
-    tokens  [B, T] int64; without bos; eos where the row ended, padding behind it
-    scores  [B]    float32 (float64 for a float64 model)
-    lengths [B]    int64: tokens generated, eos included
-    ======= ====== =================================================================
+    Each row gives what it gives alone: one that has ended is filled up, its score frozen, while
+    others go on.  The prompt is fed once, however many beams there are, and the last token not at
+    all, so that a cache needs room for ``prompt.shape[1] + max_length - 1`` tokens.
+
+    Args:
+        session: the model's end of it; it cannot be used again.
+        prompt: int64 [B, T], T >= 1: a bos for an encoder-decoder, text for a decoder.
+        options: see :class:`GenerationOptions`.
+
+    Raises:
+        ValueError: a prompt of another dtype or shape, another number of seeds, ids outside of the
+            vocabulary, logits of another shape.
     """
+    options.check(prompt)
+    batch = prompt.shape[0]
+    if batch == 0 or options.max_length == 0:
+        return GenerationOutput.nothing(batch, options, prompt.device)
+    # asking whether a row is alive makes the host wait for an accelerator: ask it rarely there, at
+    # the cost of a few last steps that change nothing
+    every = 1 if prompt.device.type == "cpu" else 8
+    if options.num_beams > 1:
+        return beam_search(session, prompt, options, every)
+    for rows, lengths in _steps(session, prompt, options, every):  # noqa: B007
+        pass
+    longest = int(lengths.max())
+    log_probs = rows.log_probs[:, :longest]
+    # in order, so that the width of the batch does not change the rounding
+    total = log_probs.cumsum(dim=1).gather(1, lengths[:, None] - 1)[:, 0]
+    scores = total / lengths.to(total.dtype) ** options.length_penalty
+    output = GenerationOutput(rows.tokens[:, :longest], scores, lengths, log_probs)
+    if options.num_return_sequences is None:
+        return output
+    return GenerationOutput(*(field[:, None] for field in output))
 
-    tokens: Tensor
-    scores: Tensor
-    lengths: Tensor
+
+def stream(session: Session, prompt: Tensor, options: GenerationOptions) -> Iterator[Tensor]:
+    """The tokens of :func:`generate` as they come: int64 [B] each, padding for rows that ended.
+
+    Raises:
+        ValueError: as :func:`generate`, at once; and for ``num_beams`` above 1, where no token is
+            certain before the end.
+    """
+    options.check(prompt)
+    if options.num_beams > 1:
+        raise ValueError(f"num_beams is {options.num_beams}, expected 1: beams do not stream")
+    steps = _steps(session, prompt, options, every=1)
+    return (rows.tokens[:, rows.count - 1].clone() for rows, _ in steps)
 
 
-def greedy_search(
-    next_logits: Callable[[Tensor], Tensor],
-    batch: int,
-    device: torch.device,
-    options: SearchOptions,
-) -> GenerationOutput:
-    """The likeliest token at every step, until each row has ended or has ``max_length`` tokens."""
-    tokens = torch.full((batch, 1 + options.max_length), options.pad_id, device=device)
-    tokens[:, 0] = options.bos_id
-    total = torch.zeros(batch, device=device)
-    lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+@torch.no_grad()
+def _steps(
+    session: Session, prompt: Tensor, options: GenerationOptions, every: int
+) -> Iterator[tuple[Rows, Tensor]]:
+    """The rows and their lengths [B] after each token; every so many it is seen if all ended."""
+    batch, device = prompt.shape[0], prompt.device
+    if batch == 0:
+        return
+    if options.samples:
+        u = uniforms(_seeds(options, batch), options.max_length).to(device)
     alive = torch.ones(batch, dtype=torch.bool, device=device)
-    steps = 0
-    while steps < options.max_length and bool(alive.any()):
-        log_p = _log_probabilities(next_logits(tokens[:, : 1 + steps]), options.pad_id)  # [B, V]
-        best, token = log_p.max(dim=-1)
-        steps += 1
-        tokens[:, steps] = torch.where(alive, token, options.pad_id)
-        total = total + torch.where(alive, best, 0.0)
-        lengths += alive
-        alive &= token != options.eos_id
-    scores = total / lengths.clamp(min=1).to(total.dtype) ** options.length_penalty
-    return GenerationOutput(tokens[:, 1 : 1 + steps], scores, lengths)
+    lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+    rows, fed = None, prompt
+    for step in range(options.max_length):
+        logits = session.extend(fed)
+        if rows is None:
+            rows = Rows(prompt, logits, options)
+        log_p = rows.log_probabilities(logits)
+        if options.samples:
+            kept = filtered(log_p, options.temperature, options.top_k, options.top_p, options.min_p)
+            token = draw(kept, u[:, step])
+        else:
+            token = log_p.argmax(dim=-1)
+        log_prob = log_p.gather(1, token[:, None])[:, 0].masked_fill(~alive, 0.0)
+        token = token.masked_fill(~alive, options.fill_id)
+        ended = rows.ends(token, rows.would_end())
+        rows.append(token, log_prob)
+        lengths = lengths + alive
+        alive = alive & ~ended
+        yield rows, lengths
+        if rows.count % every == 0 and not bool(alive.any()):
+            return
+        fed = token[:, None]
 
 
-def beam_search(
-    next_logits: Callable[[Tensor], Tensor],
-    reorder: Callable[[Tensor], None],
-    batch: int,
-    device: torch.device,
-    options: SearchOptions,
-) -> GenerationOutput:
-    """The best-scored hypothesis that a beam of ``num_beams`` prefixes per row finds.
-
-    Prefixes are kept by their sums of log-probabilities; a hypothesis ends with ``eos_id`` or at
-    ``max_length`` and competes by its score.  A row is done, and frozen, when no prefix can beat
-    its best hypothesis any more; with ``early_stopping`` also when ``num_beams`` have ended.
-    """
-    width, max_length, alpha = options.num_beams, options.max_length, options.length_penalty
-    tokens = torch.full((batch, width, 1 + max_length), options.pad_id, device=device)
-    tokens[:, :, 0] = options.bos_id
-    live = torch.full((batch, width), -torch.inf, device=device)
-    live[:, 0] = 0.0  # all beams begin alike: one of them counts
-    first_row = torch.arange(0, batch * width, width, device=device)[:, None]  # [B, 1]
-    best = GenerationOutput(
-        tokens[:, 0].clone(),
-        torch.full((batch,), -torch.inf if max_length else 0.0, device=device),
-        torch.zeros(batch, dtype=torch.int64, device=device),
-    )
-    ended = torch.zeros(batch, dtype=torch.int64, device=device)
-    done = torch.zeros(batch, dtype=torch.bool, device=device)
-    steps = 0
-    while steps < max_length and not bool(done.all()):
-        prefixes = tokens[:, :, : 1 + steps].flatten(0, 1)
-        log_p = _log_probabilities(next_logits(prefixes), options.pad_id)  # [B * K, V]
-        steps += 1
-        vocab = log_p.shape[-1]
-        sums = (live[..., None] + log_p.unflatten(0, (batch, width))).flatten(1)  # [B, K * V]
-        # at most K of 2 K candidates end, since a prefix ends in one way only: K are left to go on
-        sums, index = sums.topk(2 * width)
-        beam, token = index // vocab, index % vocab  # [B, 2 K]
-        ends = token == options.eos_id
-
-        finished = ends if steps < max_length else torch.ones_like(ends)
-        scores = (sums / steps**alpha).masked_fill(~finished, -torch.inf)
-        score, place = scores.max(dim=1, keepdim=True)  # [B, 1]
-        found = tokens.gather(1, _rows(beam.gather(1, place), tokens))[:, 0]  # [B, 1 + max_length]
-        found[:, steps] = token.gather(1, place)[:, 0]
-        better = (score > best.scores[:, None]) & ~done[:, None]  # [B, 1]
-        best = GenerationOutput(
-            torch.where(better, found, best.tokens),
-            torch.where(better, score, best.scores[:, None])[:, 0],
-            best.lengths.masked_fill(better[:, 0], steps),
-        )
-
-        live, place = sums.masked_fill(ends, -torch.inf).topk(width)  # [B, K]
-        beam, goes_on = beam.gather(1, place), token.gather(1, place)
-        tokens = tokens.gather(1, _rows(beam, tokens))
-        tokens[:, :, steps] = goes_on
-        reorder((first_row + beam).flatten())
-
-        # sums only fall, so a prefix ends at best with its sum, over the kindest length to come
-        kindest = max((steps + 1) ** alpha, max_length**alpha)
-        done |= live[:, 0] / kindest <= best.scores
-        if options.early_stopping:
-            # only those that would have stayed in the beam count
-            ended += (ends & sums.isfinite())[:, :width].sum(dim=1)
-            done |= ended >= width
-    longest = int(best.lengths.max()) if batch else 0
-    return GenerationOutput(best.tokens[:, 1 : 1 + longest], best.scores, best.lengths)
-
-
-def _log_probabilities(logits: Tensor, pad_id: int) -> Tensor:
-    """Log softmax in float32 at least; padding is never chosen but keeps its probability."""
-    log_p = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
-    log_p[:, pad_id] = -torch.inf
-    return log_p
-
-
-def _rows(beam: Tensor, tokens: Tensor) -> Tensor:
-    """Index that gathers whole rows [B, K', L] of tokens [B, K, L]."""
-    return beam[..., None].expand(*beam.shape, tokens.shape[-1])
+def _seeds(options: GenerationOptions, batch: int) -> list[int]:
+    if options.seeds is not None:
+        return list(options.seeds)
+    if options.seed is not None:
+        return [options.seed + b for b in range(batch)]
+    return [int(seed) for seed in torch.randint(2**63 - 1, (batch,), device="cpu")]
