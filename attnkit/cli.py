@@ -1,18 +1,23 @@
-"""The command ``attnkit``: demo, info, explain."""
+"""The command ``attnkit``: demo, train, generate, info, explain."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from attnkit import __version__, dispatch, functional, masks
 from attnkit.backends import cpu
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 DTYPES = {
     "fp32": torch.float32,
@@ -21,6 +26,11 @@ DTYPES = {
     "fp64": torch.float64,
 }
 DEMO_MODULES = ("babel", "tokenizers", "rich", "matplotlib")  # of the extra attnkit[demo]
+RECIPES = {  # modules with SUMMARY, MODULES, Options and main(options, console)
+    "translate": "attnkit.recipes.translate",
+    "lm": "attnkit.recipes.language_model",
+    "classify": "attnkit.recipes.classify",
+}
 ENVIRONMENT = {
     "ATTNKIT_CPU_ISA": "forces an instruction set of the CPU kernels (names below)",
     "ATTNKIT_BUILD_EXT": "0, when installing: leaves the C++ extension out",
@@ -64,6 +74,24 @@ def build_parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(run=run_demo, parser=demo)
 
+    train = commands.add_parser(
+        "train",
+        help="train a model on text: translate, lm, classify",
+        description=(
+            "Train a Transformer on your text, or on data that is at hand. Under torchrun several "
+            "processes train together. `attnkit train RECIPE --help` has what a recipe takes."
+        ),
+    )
+    train.add_argument("recipe", choices=RECIPES, metavar="RECIPE", help=", ".join(RECIPES))
+    train.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    train.set_defaults(run=run_train, parser=train)
+
+    generate = commands.add_parser(
+        "generate", help="write text with a trained model", add_help=False
+    )
+    generate.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    generate.set_defaults(run=run_generate, parser=generate)
+
     info = commands.add_parser(
         "info", help="print versions, machine, backends, and why a backend is not available"
     )
@@ -102,24 +130,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run_demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """``attnkit demo``."""
-    missing = [name for name in DEMO_MODULES if importlib.util.find_spec(name) is None]
-    if missing:
-        print(
-            f"attnkit demo needs {', '.join(missing)}, not installed here: "
-            "pip install 'attnkit[demo]'",
-            file=sys.stderr,
-        )
+    if not _installed("demo", DEMO_MODULES, extra="demo"):
         return 2
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     _check_device(parser, device)
 
-    from rich.console import Console
-
     from attnkit.recipes.demo import Options, run_demo
 
-    console = Console(highlight=False)
-    if not console.is_terminal:  # a file or a pipe: room for the tables, and nothing cut
-        console = Console(highlight=False, width=120)
     return run_demo(
         Options(
             output=options.output,
@@ -127,8 +144,29 @@ def run_demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
             device=device,
             quick=options.quick,
         ),
-        console,
+        _console(),
     )
+
+
+def _installed(command: str, modules: Sequence[str], extra: str) -> bool:
+    """Whether ``modules`` can be imported; says which cannot, and which extra has them."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"attnkit {command} needs {', '.join(missing)}, not installed here: "
+            f"pip install 'attnkit[{extra}]'",
+            file=sys.stderr,
+        )
+    return not missing
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:  # a file or a pipe: room for the tables, and nothing cut
+        console = Console(highlight=False, width=120)
+    return console
 
 
 def _check_device(parser: argparse.ArgumentParser, name: str) -> torch.device:
@@ -143,6 +181,55 @@ def _check_device(parser: argparse.ArgumentParser, name: str) -> torch.device:
             f"{torch.cuda.device_count()} CUDA devices"
         )
     return device
+
+
+# --- train and generate ------------------------------------------------------------------------
+
+
+def run_train(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """``attnkit train``: the recipe has the flags, and only the one that runs is imported."""
+    from attnkit.recipes.options import UsageError
+
+    recipe = importlib.import_module(RECIPES[options.recipe])
+    parser = argparse.ArgumentParser(
+        prog=f"attnkit train {options.recipe}", description=f"Train {recipe.SUMMARY}."
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="JSON or TOML with these keys")
+    recipe.Options.add_arguments(parser)
+    flags = vars(parser.parse_args(options.flags))
+    config = flags.pop("config")
+    try:
+        chosen = recipe.Options.from_command_line(flags, config)
+        if chosen.device:
+            _check_device(parser, chosen.device)
+        if not _installed(f"train {options.recipe}", recipe.MODULES, extra="train"):
+            return 2
+        status: int = recipe.main(chosen, _console())
+    except UsageError as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        print("stopped; --resume goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    return status
+
+
+def run_generate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """``attnkit generate``."""
+    from attnkit.recipes import generate
+    from attnkit.recipes.options import UsageError
+
+    parser = argparse.ArgumentParser(
+        prog="attnkit generate", description="Write text with the model of a run."
+    )
+    generate.add_arguments(parser)
+    flags = parser.parse_args(options.flags)
+    _check_device(parser, flags.device)
+    if not _installed("generate", generate.MODULES, extra="train"):
+        return 2
+    try:
+        return generate.main(flags)
+    except UsageError as error:
+        parser.error(str(error))
 
 
 # --- info --------------------------------------------------------------------------------------

@@ -197,6 +197,8 @@ def training_curves(
     *,
     floor: float | None = None,
     target: float | None = None,
+    validation_losses: Sequence[tuple[int, float]] = (),
+    share_label: str = "validation, exact (%)",
     title: str = "",
     caption: str = "",
 ) -> Path:
@@ -209,6 +211,8 @@ def training_curves(
         path: of the PNG.
         floor: the lowest loss that label smoothing allows.
         target: the share to reach.
+        validation_losses: (step, loss) of each validation, drawn beside the training loss.
+        share_label: what the shares are of, in percent.
         title: of the figure.
         caption: small text below.
     """
@@ -219,6 +223,15 @@ def training_curves(
     steps = range(1, len(losses) + 1)
     loss_axis.plot(steps, losses, color=BLUE, linewidth=0.8, alpha=0.35)
     loss_axis.plot(steps, _smooth(losses), color=BLUE, linewidth=1.8, label="training loss")
+    if validation_losses:
+        loss_axis.plot(
+            [step for step, _ in validation_losses],
+            [loss for _, loss in validation_losses],
+            color=GREEN,
+            marker="o",
+            markersize=3.5,
+            label="validation",
+        )
     loss_axis.set_ylabel("loss (nats per token)")
     loss_axis.set_ylim(bottom=0)
     if floor is not None:
@@ -253,7 +266,7 @@ def training_curves(
             color="#555555",
         )
     exact_axis.set_ylim(-3, 106)
-    exact_axis.set_ylabel("validation, exact (%)")
+    exact_axis.set_ylabel(share_label)
     exact_axis.legend(loc="center left", frameon=False)  # where a run still has nothing right
 
     rate_axis.plot(steps, [1e3 * rate for rate in learning_rates], color=ORANGE)
@@ -278,6 +291,34 @@ def _smooth(values: Sequence[float], weight: float = 0.25) -> list[float]:
         total += weight * (1.0 - total)
         smoothed.append(average / total)
     return smoothed
+
+
+def confusion_matrix(
+    counts: Sequence[Sequence[int]], names: Sequence[str], path: str | Path, *, title: str = ""
+) -> Path:
+    """Write how often class i (a row) was taken for class j (a column), as a PNG.
+
+    Colours are shares of a row, so that rare classes show; the numbers are counts.
+    """
+    if len(counts) != len(names) or any(len(row) != len(names) for row in counts):
+        raise ValueError(f"counts is not square, of {len(names)} classes as names has them")
+    size = 2.5 + 0.34 * len(names)
+    figure = new_figure(size, size)
+    axis = figure.subplots()
+    shares = [[count / max(1, sum(row)) for count in row] for row in counts]
+    axis.imshow(shares, cmap="Blues", vmin=0.0, vmax=1.0)
+    for i, row in enumerate(counts):
+        for j, count in enumerate(row):
+            if count:
+                dark = "white" if shares[i][j] > 0.5 else "black"
+                axis.text(j, i, str(count), ha="center", va="center", fontsize=7, color=dark)
+    axis.set_xticks(range(len(names)), names, rotation=60, ha="right", rotation_mode="anchor")
+    axis.set_yticks(range(len(names)), names)
+    axis.set_xlabel("found")
+    axis.set_ylabel("true")
+    if title:
+        figure.suptitle(title, fontsize=12)
+    return save(figure, path)
 
 
 # --- speed -------------------------------------------------------------------------------------

@@ -18,6 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+
+class UsageError(ValueError):
+    """What was asked for cannot be done; the message is for whoever asked, without a traceback."""
+
+
 Options = TypeVar("Options", bound="TrainingOptions")
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
 
@@ -40,7 +45,7 @@ class TrainingOptions:
     """How a model is trained; see the help of each field, or ``attnkit train lm --help``.
 
     Raises:
-        ValueError: a value that a field does not take; the message names the field.
+        UsageError: a value that a field does not take; the message names the field.
     """
 
     output: Path = option("runs/train", "folder of the run")
@@ -91,14 +96,14 @@ class TrainingOptions:
         """The options with ``values`` in place of their defaults.
 
         Raises:
-            ValueError: an unknown key, by name and with the nearest known one, or a wrong value.
+            UsageError: an unknown key, by name and with the nearest known one, or a wrong value.
         """
         known = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
-                raise ValueError(f"{source}: unknown key {key!r}{hint}")
+                raise UsageError(f"{source}: unknown key {key!r}{hint}")
         return cls(**values)
 
     @classmethod
@@ -136,21 +141,17 @@ def read_config(path: Path) -> dict[str, Any]:
     """The keys of a JSON or TOML file (by its suffix), with ``-`` in a key read as ``_``.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is neither, or TOML where Python is older than 3.11.
+        UsageError: there is no such file, or it is neither, or TOML for a Python before 3.11.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"config {path} is not a file")
+        raise UsageError(f"config {path} is not a file")
     text = path.read_text(encoding="utf-8")
     try:
-        if path.suffix == ".toml":
-            values = _parse_toml(text)
-        else:
-            values = json.loads(text)
+        values = _parse_toml(text) if path.suffix == ".toml" else json.loads(text)
     except ValueError as error:
-        raise ValueError(f"config {path} cannot be read: {error}") from error
+        raise UsageError(f"config {path} cannot be read: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"config {path} holds {type(values).__name__}, expected keys and values")
+        raise UsageError(f"config {path} holds {type(values).__name__}, expected keys and values")
     return {key.replace("-", "_"): value for key, value in values.items()}
 
 
@@ -183,7 +184,7 @@ def _converted(name: str, value: Any, kind: Any) -> Any:
     if wanted is float and type(value) is int:
         return float(value)
     if type(value) is not wanted:  # True is no integer here
-        raise ValueError(f"{name} is {value!r}, expected {_TYPE_NAMES.get(wanted, 'a path')}")
+        raise UsageError(f"{name} is {value!r}, expected {_TYPE_NAMES.get(wanted, 'a path')}")
     return value
 
 
@@ -191,11 +192,11 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
     limits = field.metadata
     least, most, choices = limits["least"], limits["most"], limits["choices"]
     if choices and value not in choices:
-        raise ValueError(f"{field.name} is {value!r}, expected one of {', '.join(choices)}")
+        raise UsageError(f"{field.name} is {value!r}, expected one of {', '.join(choices)}")
     if value is None or (least is None and most is None):
         return
     # written so that NaN is refused
     if least is not None and not value >= least:
-        raise ValueError(f"{field.name} is {value}, expected {least:g} or more")
+        raise UsageError(f"{field.name} is {value}, expected {least:g} or more")
     if most is not None and not value <= most:
-        raise ValueError(f"{field.name} is {value}, expected {most:g} or less")
+        raise UsageError(f"{field.name} is {value}, expected {most:g} or less")

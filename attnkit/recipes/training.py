@@ -24,7 +24,7 @@ from attnkit.models import cosine_factor, inverse_sqrt_factor, label_smoothed_cr
 from attnkit.recipes import checkpoint
 from attnkit.recipes.batches import Examples, Position, batches_from, token_batches
 from attnkit.recipes.checkpoint import Checkpoint
-from attnkit.recipes.options import TrainingOptions
+from attnkit.recipes.options import TrainingOptions, UsageError
 from attnkit.recipes.processes import Processes
 
 Batch: TypeAlias = tuple[Tensor, ...]
@@ -112,12 +112,12 @@ def train(
         on_validation: called after each validation, likewise.
 
     Raises:
-        ValueError: no training or validation examples, or a checkpoint of another run.
+        UsageError: no training or validation examples, or a checkpoint of another run.
         FloatingPointError: a loss that is not finite; no checkpoint of it is written.
     """
     for name, examples in (("training", task.training), ("validation", task.validation)):
         if not len(examples):
-            raise ValueError(f"there are no {name} examples")
+            raise UsageError(f"there are no {name} examples")
     processes = processes or Processes(torch.device("cpu"))
     trainer = _Trainer(model, task, options, processes)
     path = None if folder is None else folder / checkpoint.FILE
@@ -311,14 +311,14 @@ class _Trainer:
         then, now = saved.values["options"], self.options.to_json()
         for name in now.keys() - _FREE:
             if then.get(name) != now[name]:
-                raise ValueError(
+                raise UsageError(
                     f"{name} is {now[name]!r}, but {path} was written with {then.get(name)!r}: "
                     "a run is resumed with the options that it began with"
                 )
         if saved.values["data"] != self.task.training.fingerprint():
-            raise ValueError(f"the training examples are not those that {path} was written with")
+            raise UsageError(f"the training examples are not those that {path} was written with")
         count = len(saved.part("random"))
         if count != self.processes.count:
-            raise ValueError(
+            raise UsageError(
                 f"there are {self.processes.count} processes, but {path} was written by {count}"
             )
