@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnkit.cache import KVCache
+from attnkit.cache import KVCache, RingKVCache
 
 HEADS, CAPACITY, D, DV = 2, 7, 4, 3
 
@@ -261,3 +261,208 @@ def test_steps_compile_to_one_graph():
     # back outside, the cache still knows when it is full
     with pytest.raises(ValueError, match="6 of 7 tokens, and 2 more"):
         cache.append(*tokens(2, 2, 0))
+
+
+@pytest.mark.parametrize("options", [{}, {"left": 2}, {"bias": True}, {"bias": True, "left": 2}])
+@pytest.mark.parametrize("n", [1, 3])
+def test_extend_is_append_and_attend_with_a_bias_and_a_window(n, options, backend):
+    cache = filled([0, 4, 1])
+    (k, v), q = tokens(3, n, 5), torch.randn(3, 2 * HEADS, n, D)
+    bias = torch.randn(3, 2 * HEADS, n, CAPACITY) if options.get("bias") else None
+    left = options.get("left")
+    out = cache.extend(q, k, v, bias=bias, left=left)
+    assert cache.lengths.tolist() == [n, 4 + n, 1 + n]
+    for b, length in enumerate([n, 4 + n, 1 + n]):
+        keys, values = (
+            x[b, :, :length].double().repeat_interleave(2, 0) for x in (cache.k, cache.v)
+        )
+        scores = q[b].double() @ keys.mT / D**0.5
+        if bias is not None:
+            scores = scores + bias[b, :, :, :length]
+        own, slots = torch.arange(length - n, length)[:, None], torch.arange(length)
+        hidden = (slots > own) | (slots < own - (length if left is None else left))
+        want = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values
+        torch.testing.assert_close(out[b].double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_counts_leave_padding_behind_the_length(backend):
+    cache = filled([0, 3])
+    (k, v), q = tokens(2, 3, 1), torch.randn(2, HEADS, 3, D)
+    counts = torch.tensor([1, 3], dtype=torch.int32)
+    out = cache.extend(q, k, v, counts=counts)
+    assert cache.lengths.tolist() == [1, 6]
+    torch.testing.assert_close(out[0, :, 0].double(), v[0, :, 0].double())
+    want = truth(q[1], cache.k[1, :, :6], cache.v[1, :, :6])
+    torch.testing.assert_close(out[1].double(), want, rtol=1e-5, atol=1e-6)
+    k, v = tokens(2, 1, 2)
+    cache.append(k, v)
+    assert torch.equal(cache.k[0, :, 1], k[0, :, 0])
+    assert torch.equal(cache.k[1, :, 6], k[1, :, 0])
+    with pytest.raises(ValueError, match=r"counts is torch.int64 \(2,\), expected torch.int32"):
+        cache.append(k, v, counts.long())
+
+
+def test_a_cache_that_was_even_still_writes_at_the_lengths():
+    """Rows of one length take another way; every method that ends it must say so."""
+    one = torch.ones(2, dtype=torch.int32)
+    uneven = {
+        "counts": lambda c: c.append(*tokens(2, 2, 3), one.cumsum(0, dtype=torch.int32)),
+        "crop": lambda c: c.crop(torch.tensor([1, 2])),
+        "reorder": lambda c: (c.crop(torch.tensor([2, 1])), c.reorder(torch.tensor([1, 0]))),
+        "cropped to one number": lambda c: c.crop(1),
+        "cleared": lambda c: c.clear(),
+    }
+    for name, change in uneven.items():
+        cache = KVCache.allocate(2, HEADS, CAPACITY, D, DV)
+        cache.append(*tokens(2, 2, 0))
+        change(cache)
+        before = cache.lengths.tolist()
+        k, v = tokens(2, 1, 1)
+        cache.append(k, v)
+        for b, length in enumerate(before):
+            assert torch.equal(cache.k[b, :, length], k[b, :, 0]), name
+            assert torch.equal(cache.v[b, :, length], v[b, :, 0]), name
+
+
+WINDOW = 4
+
+
+def pair(batch: int, capacity: int = 24) -> tuple[RingKVCache, KVCache]:
+    """A ring whose slots hold NaN before they are filled, and a cache of everything."""
+    ring = RingKVCache.allocate(batch, HEADS, WINDOW, D, DV)
+    ring.k.fill_(torch.nan)
+    ring.v.fill_(torch.nan)
+    return ring, KVCache.allocate(batch, HEADS, capacity, D, DV)
+
+
+def extended(cache, q, k, v, counts=None):
+    left = {} if isinstance(cache, RingKVCache) else {"left": WINDOW - 1}
+    return cache.extend(q, k, v, counts=counts, **left)
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [[1] * 10, [3, 1, 1, 1], [4, 1, 1], [5, 1], [11, 1, 1, 3, 1], [2, 3, 4, 5, 1, 1], [1, 9]],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_r74_a_ring_equals_a_window_over_everything(chunks, dtype, backend):
+    """Step by step past the one at which it fills, and in chunks below, at and above its size."""
+    ring, full = (c.like(c.k.to(dtype), c.v.to(dtype), c.capacity) for c in pair(2))
+    ring.k.fill_(torch.nan)
+    ring.v.fill_(torch.nan)
+    for step, n in enumerate(chunks):
+        q, (k, v) = torch.randn(2, 2 * HEADS, n, D).to(dtype), tokens(2, n, step, dtype)
+        got, want = extended(ring, q, k, v), extended(full, q, k, v)
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(got, want, rtol=4 * eps, atol=4 * eps)
+        assert torch.equal(ring.lengths, full.lengths)
+    # each slot holds the newest token that belongs there
+    total = sum(chunks)
+    for t in range(max(total - WINDOW, 0), total):
+        assert torch.equal(ring.k[:, :, t % WINDOW], full.k[:, :, t])
+        assert torch.equal(ring.v[:, :, t % WINDOW], full.v[:, :, t])
+
+
+def test_r74_rows_of_different_lengths(backend):
+    ring, full = pair(4)
+    counts = torch.tensor([1, 4, 5, 7], dtype=torch.int32)
+    for step, (n, given) in enumerate(
+        [(7, counts), (1, None), (1, None), (3, counts.clamp(max=3))]
+    ):
+        q, (k, v) = torch.randn(4, HEADS, n, D), tokens(4, n, step)
+        got, want = (extended(c, q, k, v, given) for c in (ring, full))
+        for b in range(4):
+            real = n if given is None else int(given[b])
+            torch.testing.assert_close(got[b, :, :real], want[b, :, :real], rtol=1e-5, atol=1e-5)
+    assert torch.equal(ring.lengths, full.lengths)
+    ring.reorder(torch.tensor([3, 3, 0, 1, 2]))
+    full.reorder(torch.tensor([3, 3, 0, 1, 2]))
+    q, (k, v) = torch.randn(5, HEADS, 1, D), tokens(5, 1, 9)
+    torch.testing.assert_close(extended(ring, q, k, v), extended(full, q, k, v))
+    ring.reorder(torch.tensor([4, 1, 1, 0, 2]))
+    full.reorder(torch.tensor([4, 1, 1, 0, 2]))
+    torch.testing.assert_close(extended(ring, q, k, v), extended(full, q, k, v))
+
+
+@pytest.mark.parametrize("chunks", [[1] * 11, [6, 1, 1, 2, 1], [3, 1, 1, 1, 1, 1]], ids=str)
+def test_r74_left_padding_is_hidden_row_by_row(chunks, backend):
+    starts = torch.tensor([0, 2, 3, 6], dtype=torch.int32)
+    (ring, full), places = pair(4), torch.arange(24)
+    ring = RingKVCache(ring.k, ring.v, ring.lengths, starts)
+    full = KVCache(full.k, full.v, full.lengths, places >= starts[:, None])
+    seen = 0
+    for step, n in enumerate(chunks):
+        q, (k, v) = torch.randn(4, HEADS, n, D), tokens(4, n, step)
+        padding = places[seen : seen + n] < starts[:, None]
+        k[padding[:, None].expand(-1, HEADS, -1)] = torch.nan
+        got, want = extended(ring, q, k, v), extended(full, q, k, v)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        assert got.isfinite().all()
+        seen += n
+        if step == 1:
+            order = torch.tensor([1, 0, 3, 2])
+            ring.reorder(order)
+            full.reorder(order)
+            starts = starts[order]
+
+
+def test_a_ring_crops_where_nothing_was_overwritten_and_refuses_elsewhere():
+    ring, full = pair(2)
+    q = torch.randn(2, HEADS, 1, D)
+    for cache in (ring, full):
+        cache.append(*tokens(2, WINDOW, 0))
+        cache.crop(torch.tensor([2, 9]))
+        assert cache.lengths.tolist() == [2, WINDOW]
+    torch.testing.assert_close(
+        extended(ring, q, *tokens(2, 1, 1)), extended(full, q, *tokens(2, 1, 1))
+    )
+    before = ring.k.clone()
+    with pytest.raises(ValueError, match=r"lengths is 4, .* \[3, 5\] .* the last 4.* overwritten"):
+        ring.crop(4)
+    assert torch.equal(ring.k, before)
+    assert ring.lengths.tolist() == [3, 5]
+    with pytest.raises(ValueError, match="lengths is -1, expected 0 or more"):
+        ring.crop(-1)
+    ring.crop(0)
+    ring.append(*tokens(2, 1, 2))
+    torch.testing.assert_close(ring.attend(q)[..., 0, :], tokens(2, 1, 2)[1][:, :, 0])
+
+
+def test_a_ring_refuses_what_it_cannot_answer():
+    ring, _ = pair(2)
+    q, (k, v) = torch.randn(2, HEADS, 2, D), tokens(2, 2, 0)
+    ring.append(k, v)
+    with pytest.raises(ValueError, match=r"query has 2 tokens, expected 1: .* use extend"):
+        ring.attend(q)
+    with pytest.raises(TypeError, match="alibi"):
+        ring.attend(q[:, :, :1], alibi=torch.ones(HEADS))
+    with pytest.raises(ValueError, match=r"k is \(1, 2, 2, 4\), expected \[2, 2, n, 4\]"):
+        ring.extend(q, k[:1], v)
+    with pytest.raises(RuntimeError, match="k requires a gradient"):
+        ring.append(k.requires_grad_(), v)
+    assert ring.lengths.tolist() == [2, 2]
+    assert (
+        repr(ring) == "RingKVCache(batch=2, heads=2, capacity=4, head_dim=4, dtype=torch.float32)"
+    )
+
+
+def test_steps_of_a_ring_compile_to_one_graph_and_read_nothing():
+    torch._dynamo.reset()
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def step(cache, q, k, v):
+        return cache.extend(q, k, v)
+
+    (ring, plain), q = (pair(2)[0] for _ in range(2)), torch.randn(2, HEADS, 1, D)
+    for cache in (ring, plain):
+        cache.append(*tokens(2, 2, 7))
+    for i in range(2 * WINDOW):
+        k, v = tokens(2, 1, i)
+        with NoHostReads():
+            want = plain.extend(q, k, v)
+        torch.testing.assert_close(step(ring, q, k, v), want)
+    assert counter.frame_count == 1
+    with NoHostReads():
+        plain.extend(torch.randn(2, HEADS, 6, D), *tokens(2, 6, 0))
