@@ -332,7 +332,7 @@ def test_a_save_that_fails_leaves_the_old_files(tmp_path, monkeypatch):
         path.write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr("attnkit.models.seq2seq.save_file", half_a_file)
+    monkeypatch.setattr("attnkit.models.pretrained.save_file", half_a_file)
     with pytest.raises(OSError, match="disk full"):
         model.save_pretrained(tmp_path)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
@@ -348,7 +348,7 @@ def test_a_save_that_fails_leaves_the_old_files(tmp_path, monkeypatch):
         ({"dropout": 1.5}, "dropout is 1.5, expected 0 to 1"),
         ({"positions": "rotary"}, "positions is 'rotary', expected one of"),
         ({"share_embeddings": True}, "one vocabulary: src_vocab is 11, tgt_vocab is 13"),
-        ({"bos_id": 0}, "'bos_id': 0, .* are not three different ids"),
+        ({"bos_id": 0}, "'bos_id': 0, .* are not 3 different ids"),
         ({"eos_id": 13}, "eos_id is 13, expected 0 to 12"),
         ({"pad_id": 11}, "pad_id is 11, expected less than src_vocab, 11"),
     ],

@@ -2,102 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import json
-import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from attnkit.cache import KVCache
-from attnkit.masks import causal, key_padding
-from attnkit.models.generation import GenerationOutput, SearchOptions, beam_search, greedy_search
-from attnkit.models.layers import Attention, DecoderBlock, EncoderBlock, KeyValue
-from attnkit.nn import LearnedPositionalEncoding, SinusoidalPositionalEncoding
-
-_POSITIONS = {"sinusoidal": SinusoidalPositionalEncoding, "learned": LearnedPositionalEncoding}
-
-
-@dataclass(frozen=True)
-class Seq2SeqConfig:
-    """Sizes of a :class:`Seq2SeqTransformer`; the defaults are the base model of the paper.
-
-    Args:
-        src_vocab, tgt_vocab: numbers of token ids.
-        d_ff: inner size of the feed-forward networks; None is ``4 * d_model``.
-        dropout: of embeddings, attention weights, feed-forward networks and residual branches.
-        max_length: the longest source and target in tokens, ``bos`` included.
-        norm_first: Pre-Norm instead of the paper's Post-Norm.
-        activation: "relu", "gelu" or "swiglu".
-        positions: "sinusoidal" or "learned".
-        tie_embeddings: the output projection is the target embedding.
-        share_embeddings: source and target have one embedding (and one vocabulary).
-        pad_id, bos_id, eos_id: padding, first and last token; three different ids.
-    """
-
-    src_vocab: int
-    tgt_vocab: int
-    d_model: int = 512
-    num_heads: int = 8
-    num_encoder_layers: int = 6
-    num_decoder_layers: int = 6
-    d_ff: int | None = 2048
-    dropout: float = 0.1
-    max_length: int = 512
-    norm_first: bool = False
-    activation: str = "relu"
-    positions: str = "sinusoidal"
-    tie_embeddings: bool = False
-    share_embeddings: bool = False
-    pad_id: int = 0
-    bos_id: int = 1
-    eos_id: int = 2
-
-    def __post_init__(self) -> None:
-        for name in (
-            "src_vocab",
-            "tgt_vocab",
-            "d_model",
-            "num_heads",
-            "num_encoder_layers",
-            "num_decoder_layers",
-            "max_length",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected 1 or more")
-        if self.d_model % self.num_heads:
-            raise ValueError(
-                f"d_model is {self.d_model}, expected a multiple of num_heads, {self.num_heads}"
-            )
-        if not 0.0 <= self.dropout <= 1.0:
-            raise ValueError(f"dropout is {self.dropout}, expected 0 to 1")
-        if self.positions not in _POSITIONS:
-            raise ValueError(f"positions is {self.positions!r}, expected one of {list(_POSITIONS)}")
-        if self.share_embeddings and self.src_vocab != self.tgt_vocab:
-            raise ValueError(
-                f"share_embeddings needs one vocabulary: src_vocab is {self.src_vocab}, "
-                f"tgt_vocab is {self.tgt_vocab}"
-            )
-        special = {"pad_id": self.pad_id, "bos_id": self.bos_id, "eos_id": self.eos_id}
-        if len(set(special.values())) < len(special):
-            raise ValueError(f"{special} are not three different ids")
-        for name, token in special.items():
-            if not 0 <= token < self.tgt_vocab:
-                raise ValueError(
-                    f"{name} is {token}, expected 0 to {self.tgt_vocab - 1}, below tgt_vocab"
-                )
-        if self.pad_id >= self.src_vocab:
-            raise ValueError(
-                f"pad_id is {self.pad_id}, expected less than src_vocab, {self.src_vocab}"
-            )
+from attnkit.masks import key_padding
+from attnkit.models.config import Seq2SeqConfig
+from attnkit.models.generation import GenerationOptions, GenerationOutput, Session
+from attnkit.models.generative import GenerativeModel
+from attnkit.models.layers import (
+    Attention,
+    Block,
+    Cache,
+    CrossBlock,
+    KeyValue,
+    Sight,
+    new_caches,
+    norm_of,
+    positions_in,
+    positions_of,
+    sights,
+)
+from attnkit.models.pretrained import evaluating
 
 
 @dataclass(eq=False)
@@ -111,7 +41,7 @@ class DecoderState:
 
     memory: list[KeyValue]
     keep: Tensor
-    caches: list[KVCache] | None = None
+    caches: list[Cache] | None = None
 
     def reorder(self, rows: Tensor) -> None:
         """Target r goes on from what target ``rows[r]`` was; both must have the same source."""
@@ -119,53 +49,35 @@ class DecoderState:
             cache.reorder(rows)
 
 
-class Seq2SeqTransformer(nn.Module):
+class Seq2SeqTransformer(GenerativeModel):
     """Encoder, decoder and output projection over token ids.
 
     Padding is told by ``config.pad_id``, on either side: positions count real tokens, so that a
-    sequence gives what it gives alone.  Both stacks end in a LayerNorm, as torch.nn.Transformer's.
+    sequence gives what it gives alone.  Both stacks end in a norm, as torch.nn.Transformer's.
     """
 
+    config: Seq2SeqConfig
+    config_class = Seq2SeqConfig
+
     def __init__(self, config: Seq2SeqConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         d_model = config.d_model
-        d_ff = 4 * d_model if config.d_ff is None else config.d_ff
-        sizes = (
-            d_model,
-            config.num_heads,
-            d_ff,
-            config.dropout,
-            config.activation,
-            config.norm_first,
-        )
         self.src_embedding = nn.Embedding(config.src_vocab, d_model)
         self.tgt_embedding = (
             None if config.share_embeddings else nn.Embedding(config.tgt_vocab, d_model)
         )
-        positions = _POSITIONS[config.positions]
-        self.src_positions = positions(d_model, config.max_length, config.dropout)
-        self.tgt_positions = positions(d_model, config.max_length, config.dropout)
-        self.encoder = nn.ModuleList(EncoderBlock(*sizes) for _ in range(config.num_encoder_layers))
-        self.decoder = nn.ModuleList(DecoderBlock(*sizes) for _ in range(config.num_decoder_layers))
-        self.encoder_norm = nn.LayerNorm(d_model)
-        self.decoder_norm = nn.LayerNorm(d_model)
+        self.src_positions = positions_of(config, causal=False)
+        self.tgt_positions = positions_of(config, causal=True)
+        self.src_windows = config.windows(config.num_encoder_layers)
+        self.tgt_windows = config.windows(config.num_decoder_layers)
+        self.encoder = nn.ModuleList(Block(config, window) for window in self.src_windows)
+        self.decoder = nn.ModuleList(CrossBlock(config, window) for window in self.tgt_windows)
+        self.encoder_norm = norm_of(config)
+        self.decoder_norm = norm_of(config)
         self.output = (
             None if config.tie_embeddings else nn.Linear(d_model, config.tgt_vocab, bias=False)
         )
         self._initialise()
-
-    def _initialise(self) -> None:
-        """Glorot-uniform matrices; embeddings of unit variance once scaled by sqrt(d_model)."""
-        for block in (*self.encoder, *self.decoder):
-            for parameter in block.parameters():
-                if parameter.dim() > 1:
-                    nn.init.xavier_uniform_(parameter)
-        if self.output is not None:
-            nn.init.xavier_uniform_(self.output.weight)
-        for table in (self.src_embedding, self.tgt_embedding):
-            if table is not None:
-                nn.init.normal_(table.weight, std=self.config.d_model**-0.5)
 
     def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
         """Teacher forcing: logits [B, T, tgt_vocab] of the token after each of tgt.
@@ -185,11 +97,14 @@ class Seq2SeqTransformer(nn.Module):
     def encode(self, src: Tensor) -> Tensor:
         """The encoder's output [B, S, d_model]; rows at padding hold numbers of no meaning."""
         self._check_tokens("src", src)
-        keep = src != self.config.pad_id
-        mask = key_padding(keep)
-        x = self._embed(self.src_embedding, self.src_positions, src, _positions(keep))
-        for block in self.encoder:
-            x = block(x, mask)
+        keep = self._real(src)
+        positions = positions_in(keep)
+        x = self._embed(self.src_embedding, self.src_positions, src, positions)
+        seen = sights(
+            self.config, self.src_positions, x, positions, self.src_windows, causal=False, keep=keep
+        )
+        for block, sight in zip(self.encoder, seen, strict=True):
+            x = block(x, sight)
         return cast(Tensor, self.encoder_norm(x))
 
     def start(self, src: Tensor, *, capacity: int | None = None, beams: int = 1) -> DecoderState:
@@ -202,9 +117,9 @@ class Seq2SeqTransformer(nn.Module):
         memory = [block.cross_attn.keys_values(encoded) for block in self._decoder_blocks()]
         caches = None
         if capacity is not None:
-            # self-attention's keys have the shape and the dtype (autocast) of cross-attention's
-            caches = [KVCache.like(*kv, capacity, batch=beams * src.shape[0]) for kv in memory]
-        return DecoderState(memory, src != self.config.pad_id, caches)
+            rows, like = beams * src.shape[0], self._target_embedding().weight
+            caches = new_caches(self.config, self.tgt_windows, rows, capacity, like)
+        return DecoderState(memory, self._real(src), caches)
 
     def decode(self, tgt: Tensor, state: DecoderState, *, last: bool = False) -> Tensor:
         """Logits [R, T, tgt_vocab] of the token after each of tgt [R, T]; ``last``: of one only.
@@ -214,78 +129,93 @@ class Seq2SeqTransformer(nn.Module):
         share one graph.
         """
         self._check_tokens("tgt", tgt)
-        memory_mask = key_padding(state.keep)
+        keep = None
         if state.caches:
-            mask = None
-            positions = state.caches[0].lengths[:, None] + torch.arange(
-                tgt.shape[1], device=tgt.device
-            )
+            steps = torch.arange(tgt.shape[1], device=tgt.device)
+            positions = state.caches[0].lengths[:, None] + steps
         else:
-            keep = tgt != self.config.pad_id
-            mask, positions = causal() & key_padding(keep), _positions(keep)
+            keep = self._real(tgt)
+            positions = positions_in(keep)
         x = self._embed(self._target_embedding(), self.tgt_positions, tgt, positions)
-        caches: list[KVCache] | list[None] = state.caches or [None] * len(state.memory)
-        for block, kv, cache in zip(self.decoder, state.memory, caches, strict=True):
-            x = block(x, kv, mask=mask, memory_mask=memory_mask, cache=cache)
+        seen = sights(
+            self.config,
+            self.tgt_positions,
+            x,
+            positions,
+            self.tgt_windows,
+            causal=True,
+            keep=keep,
+            caches=state.caches,
+        )
+        source = Sight(mask=key_padding(state.keep))
+        for block, sight, kv in zip(self.decoder, seen, state.memory, strict=True):
+            x = block(x, sight, kv, source)
         x = self.decoder_norm(x[:, -1:] if last else x)
         weight = self._target_embedding().weight if self.output is None else self.output.weight
         return F.linear(x, weight)
 
     @torch.no_grad()
+    def session(
+        self, src: Tensor, *, capacity: int | None = None, use_cache: bool = True
+    ) -> Session:
+        """Encode src [B, S], for :mod:`attnkit.models.generation`; call it in eval mode.
+
+        Its first ``extend`` takes ``bos_id`` for each source.
+
+        Args:
+            src: int64 [B, S], padded on either side.
+            capacity: the most tokens that the caches hold, ``bos`` included; None is
+                ``config.max_length``.
+            use_cache: keep keys and values; without, each step decodes the whole prefix anew.
+        """
+        capacity = self.config.max_length if capacity is None else capacity
+        return _Session(self, self.start(src, capacity=capacity if use_cache else None))
+
     def generate(
         self,
         src: Tensor,
         max_length: int | None = None,
         *,
-        num_beams: int = 1,
-        length_penalty: float = 1.0,
-        early_stopping: bool = False,
         use_cache: bool = True,
+        **options: Any,
     ) -> GenerationOutput:
-        """Translate src [B, S] greedily, or by beam search with ``num_beams`` > 1.  Dropout is off.
+        """Translate src [B, S], greedily unless the options say otherwise.  Dropout is off.
 
         Args:
+            src: int64, padded on either side.
             max_length: the most tokens to generate, ``eos_id`` included; None is the config's.
-            num_beams: beams kept per source; 1 is greedy.
-            length_penalty: alpha in score = (sum of log-probabilities) / length ** alpha, where
-                length counts the generated tokens, ``eos_id`` included.
-            early_stopping: end a row's beam search when ``num_beams`` hypotheses have ended, even
-                if one that goes on could still become the best.
-            use_cache: keep keys and values; without, each step decodes the whole prefix anew.
+            use_cache: as in :meth:`session`.
+            options: of :class:`attnkit.models.GenerationOptions`, such as ``num_beams``;
+                ``eos_id`` and ``pad_id`` are the config's unless given.
 
         Returns:
             Tokens [B, T], T <= max_length, without ``bos_id``, padded after ``eos_id``; scores [B];
-            lengths [B].  A row that never ends has exactly ``max_length`` tokens.  ``pad_id`` is
-            never generated (its probability is not given to others).
+            lengths [B]; log_probs [B, T].  A row that never ends has exactly ``max_length`` tokens.
         """
-        config = self.config
-        max_length = config.max_length if max_length is None else max_length
-        if not 0 <= max_length <= config.max_length:
-            raise ValueError(
-                f"max_length is {max_length}, expected 0 to {config.max_length}, the config's"
-            )
-        if num_beams < 1:
-            raise ValueError(f"num_beams is {num_beams}, expected 1 or more")
-        with _evaluating(self):
-            state = self.start(src, capacity=max_length if use_cache else None, beams=num_beams)
+        return self._generate(*self._start(src, max_length, use_cache, options))
 
-            def next_logits(tokens: Tensor) -> Tensor:
-                tokens = tokens[:, -1:] if use_cache else tokens
-                return self.decode(tokens, state, last=True)[:, 0]
+    def stream(
+        self,
+        src: Tensor,
+        max_length: int | None = None,
+        *,
+        use_cache: bool = True,
+        **options: Any,
+    ) -> Iterator[Tensor]:
+        """The tokens of :meth:`generate` as they come, int64 [B] each.
 
-            options = SearchOptions(
-                max_length,
-                config.bos_id,
-                config.eos_id,
-                config.pad_id,
-                length_penalty,
-                num_beams,
-                early_stopping,
-            )
-            batch, device = src.shape[0], src.device
-            if num_beams == 1:
-                return greedy_search(next_logits, batch, device, options)
-            return beam_search(next_logits, state.reorder, batch, device, options)
+        The model is in eval mode from the first one to the last.
+        """
+        return self._stream(*self._start(src, max_length, use_cache, options))
+
+    def _start(
+        self, src: Tensor, max_length: int | None, use_cache: bool, options: dict[str, Any]
+    ) -> tuple[Session, Tensor, GenerationOptions]:
+        chosen = self._options(max_length, self.config.max_length, options)
+        with evaluating(self):
+            session = self.session(src, capacity=chosen.max_length, use_cache=use_cache)
+        bos = torch.full((src.shape[0], 1), cast(int, self.config.bos_id), device=src.device)
+        return session, bos, chosen
 
     @torch.no_grad()
     def attention_maps(
@@ -314,83 +244,40 @@ class Seq2SeqTransformer(nn.Module):
 
         handle = attention.register_forward_pre_hook(cast(Any, catch), with_kwargs=True)
         try:
-            with _evaluating(self):
+            with evaluating(self):
                 self(src, tgt)
         finally:
             handle.remove()
         return caught[0]
 
-    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write ``model.safetensors`` and ``config.json``, each replaced whole or not at all."""
-        path = Path(directory)
-        path.mkdir(parents=True, exist_ok=True)
-        config = json.dumps(dataclasses.asdict(self.config), indent=2) + "\n"
-        state = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
-        with _replacing(path / "model.safetensors") as temporary:
-            save_file(state, temporary)
-        with _replacing(path / "config.json") as temporary:
-            temporary.write_text(config, encoding="utf-8")
-
-    @classmethod
-    def from_pretrained(
-        cls, directory: str | os.PathLike[str], device: torch.device | str = "cpu"
-    ) -> Seq2SeqTransformer:
-        """What :meth:`save_pretrained` wrote, in the dtype of its weights and in eval mode."""
-        path = Path(directory)
-        config = Seq2SeqConfig(**json.loads((path / "config.json").read_text(encoding="utf-8")))
-        state = load_file(path / "model.safetensors", device=str(device))
-        model = cls(config).to(device=device, dtype=state["encoder_norm.weight"].dtype)
-        model.load_state_dict(state)
-        return model.eval()
-
     def _target_embedding(self) -> nn.Embedding:
         return self.src_embedding if self.tgt_embedding is None else self.tgt_embedding
 
-    def _decoder_blocks(self) -> list[DecoderBlock]:
-        return [cast(DecoderBlock, block) for block in self.decoder]
+    def _real(self, tokens: Tensor) -> Tensor:
+        return cast(Tensor, self._keep(tokens))  # the config has a pad_id
 
-    def _embed(
-        self, table: nn.Embedding, encoding: nn.Module, tokens: Tensor, positions: Tensor
-    ) -> Tensor:
-        return cast(Tensor, encoding(table(tokens) * math.sqrt(self.config.d_model), positions))
-
-    def _check_tokens(self, name: str, tokens: Tensor) -> None:
-        if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
-            raise ValueError(
-                f"{name} is {tokens.dtype} {tuple(tokens.shape)}, expected int64 [batch, tokens]"
-            )
-        if tokens.shape[1] > self.config.max_length:
-            raise ValueError(
-                f"{name} has {tokens.shape[1]} tokens, expected at most {self.config.max_length}, "
-                "the config's max_length"
-            )
+    def _decoder_blocks(self) -> list[CrossBlock]:
+        return [cast(CrossBlock, block) for block in self.decoder]
 
 
-def _positions(keep: Tensor) -> Tensor:
-    """The place [B, L] of each token among the real ones of its row: padding shifts nothing."""
-    return (keep.cumsum(-1) - 1).clamp(min=0)
+class _Session:
+    """With caches each target token is run once; without, the whole prefix at each step."""
 
+    def __init__(self, model: Seq2SeqTransformer, state: DecoderState) -> None:
+        self.model, self.state = model, state
+        self.prefix: Tensor | None = None
 
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode for a while; afterwards every module has the mode that it had."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    @torch.no_grad()
+    def extend(self, tokens: Tensor) -> Tensor:
+        """See :class:`attnkit.models.generation.Session`."""
+        if not self.state.caches:
+            if self.prefix is not None:
+                tokens = torch.cat((self.prefix, tokens), dim=1)
+            self.prefix = tokens
+        return self.model.decode(tokens, self.state, last=True)[:, 0]
 
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside ``path`` to write to; on success it is synced and takes the name."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        yield temporary
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    def reorder(self, rows: Tensor) -> None:
+        """See :class:`attnkit.models.generation.Session`."""
+        self.state.reorder(rows)
+        if self.prefix is not None:
+            self.prefix = self.prefix[rows]
