@@ -1,22 +1,15 @@
-"""Greedy and beam search against lists and brute force; rules of ends, limits and scores."""
+"""Rules of ends, limits and scores over toy sessions; beams against brute force."""
 
 from __future__ import annotations
-
-import dataclasses
-import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch._dynamo.testing import CompileCounter
 
-from attnkit.models import Seq2SeqConfig, Seq2SeqTransformer
-from attnkit.models.generation import GenerationOptions, generate, stream
-from attnkit.models.layers import Attention
+from attnkit.models import generation
+from attnkit.models.generation import GenerationOptions, generate
 
 PAD, BOS, EOS = 0, 1, 2
-TINY = Seq2SeqConfig(11, 13, 16, 2, 2, 2, 24, dropout=0.0, max_length=20)
 BEAMS = [1, 2, 3]
 
 
@@ -29,195 +22,8 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-def model_of(seed: int = 31, never_ends: bool = False, **changes) -> Seq2SeqTransformer:
-    """A random model whose choices depend on source, position and prefix; some rows end."""
-    torch.manual_seed(seed)
-    model = Seq2SeqTransformer(dataclasses.replace(TINY, positions="learned", **changes))
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "positions" in name:
-                p.normal_(std=2.0)
-            elif p.dim() > 1:
-                p.copy_(torch.randn_like(p) * p.shape[1] ** -0.5)
-            else:
-                p.add_(0.1 * torch.randn_like(p))
-        if never_ends:
-            model.decoder_norm.bias[0] = 50.0
-            model.output.weight[:, 0] = -F.one_hot(torch.tensor(EOS), model.config.tgt_vocab)
-    return model
-
-
-def sources(lengths: list[int], side: str = "right", seed: int = 0) -> torch.Tensor:
-    g = torch.Generator().manual_seed(seed)
-    rows = [torch.randint(3, TINY.src_vocab, (n,), generator=g) for n in lengths]
-    width = max(lengths)
-    pads = [(0, width - n) if side == "right" else (width - n, 0) for n in lengths]
-    return torch.stack([F.pad(row, pad, value=PAD) for row, pad in zip(rows, pads, strict=True)])
-
-
-LENGTHS = [5, 1, 7, 3, 6, 2]
-
-
-def log_p(model, src, tokens):
-    """Log-probabilities [1 + T, V] of the token after bos and each of ``tokens``."""
-    tgt = torch.tensor([[BOS, *tokens]])
-    with torch.no_grad():
-        return model.eval()(src[None], tgt)[0].log_softmax(-1)
-
-
-def rescore(model, src, hypotheses, alpha):
-    """The score of each hypothesis, all in one teacher-forced run."""
-    tgt = nn.utils.rnn.pad_sequence(
-        [torch.tensor([BOS, *tokens]) for tokens in hypotheses], batch_first=True, padding_value=PAD
-    )
-    with torch.no_grad():
-        log = model.eval()(src.expand(len(hypotheses), -1), tgt).double().log_softmax(-1)
-    return [
-        sum(log[h, t, token].item() for t, token in enumerate(tokens)) / len(tokens) ** alpha
-        for h, tokens in enumerate(hypotheses)
-    ]
-
-
 def row(out, b):
     return out.tokens[b, : int(out.lengths[b])].tolist()
-
-
-def naive_beam(model, src, max_length, beams, alpha):
-    """The same search in lists, for one source, never stopping before ``max_length``."""
-    live, best = [((), 0.0)], ((), -float("inf"))
-    for t in range(1, max_length + 1):
-        candidates = []
-        for prefix, total in live:
-            log = log_p(model, src, prefix)[-1]
-            candidates += [
-                ((*prefix, token), total + log[token].item())
-                for token in range(TINY.tgt_vocab)
-                if token != PAD
-            ]
-        candidates = sorted(candidates, key=lambda c: -c[1])[: 2 * beams]
-        for prefix, total in candidates:
-            if (prefix[-1] == EOS or t == max_length) and total / t**alpha > best[1]:
-                best = (prefix, total / t**alpha)
-        live = [c for c in candidates if c[0][-1] != EOS][:beams]
-    return list(best[0]), best[1]
-
-
-def test_the_random_models_are_worth_testing():
-    out = model_of().generate(sources(LENGTHS), 12)
-    assert len(set(out.lengths.tolist())) >= 3  # rows end at different steps
-    assert len({tuple(t.tolist()) for t in out.tokens}) == len(LENGTHS)
-    assert (out.tokens.unique() != EOS).sum() > 4
-    assert 12 in out.lengths
-    assert EOS not in out.tokens[out.lengths.argmax()]
-
-
-def test_greedy_takes_the_likeliest_token_each_time():
-    model, src = model_of(), sources(LENGTHS)
-    out = model.generate(src, 12)
-    for b in range(len(LENGTHS)):
-        tokens = []
-        while len(tokens) < 12 and EOS not in tokens:
-            log = log_p(model, src[b], tokens)[-1]
-            log[PAD] = -torch.inf
-            tokens.append(int(log.argmax()))
-        assert row(out, b) == tokens
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0, -0.5])
-@pytest.mark.parametrize("beams", [2, 4])
-def test_beams_equal_the_search_in_lists(beams, alpha):
-    model, src = model_of(2), sources([4, 2])
-    out = model.generate(src, 5, num_beams=beams, length_penalty=alpha)
-    for b in range(2):
-        tokens, score = naive_beam(model, src[b], 5, beams, alpha)
-        assert row(out, b) == tokens
-        assert out.scores[b].item() == pytest.approx(score, abs=1e-5)
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0, 2.0, -0.5])
-def test_wide_beams_equal_brute_force(alpha):
-    model = model_of(3, tgt_vocab=5)
-    src = sources([4, 2, 5])
-    out = model.generate(src, 4, num_beams=32, length_penalty=alpha)
-    for b in range(3):
-        hypotheses = [
-            [*body, EOS] for n in range(4) for body in itertools.product([BOS, 3, 4], repeat=n)
-        ] + [list(body) for body in itertools.product([BOS, 3, 4], repeat=4)]
-        assert len(hypotheses) == 1 + 3 + 9 + 27 + 81
-        scores = rescore(model, src[b], hypotheses, alpha)
-        best = max(range(len(scores)), key=scores.__getitem__)
-        assert row(out, b) == hypotheses[best]
-        assert out.scores[b].item() == pytest.approx(scores[best], abs=1e-5)
-
-
-@pytest.mark.parametrize("beams", BEAMS)
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_r71_each_row_generates_what_it_generates_alone(beams, side):
-    model = model_of()
-    out = model.generate(sources(LENGTHS, side), 12, num_beams=beams)
-    src = sources(LENGTHS)
-    for b, length in enumerate(LENGTHS):
-        alone = model.generate(src[b : b + 1, :length], 12, num_beams=beams)
-        assert row(out, b) == row(alone, 0)
-        assert out.scores[b].item() == pytest.approx(alone.scores[0].item(), abs=1e-5)
-
-
-@pytest.mark.parametrize("beams", BEAMS)
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_r72_cached_and_uncached_generate_the_same(beams, norm_first):
-    model, src = model_of(norm_first=norm_first), sources(LENGTHS, "left")
-    cached = model.generate(src, 12, num_beams=beams)
-    plain = model.generate(src, 12, num_beams=beams, use_cache=False)
-    assert torch.equal(cached.tokens, plain.tokens)
-    assert torch.equal(cached.lengths, plain.lengths)
-    torch.testing.assert_close(cached.scores, plain.scores, rtol=1e-5, atol=1e-5)
-
-
-@torch.no_grad()
-def test_r72_cached_logits_equal_teacher_forcing_at_every_step(backend, ran):
-    model, src = model_of().eval(), sources(LENGTHS)
-    tgt = torch.randint(3, TINY.tgt_vocab, (len(LENGTHS), 9))
-    tgt[:, 0] = BOS
-    want = model(src, tgt)
-    for chunks in ([1] * 9, [4, 1, 1, 3], [9]):
-        state = model.start(src, capacity=9)
-        got = [model.decode(part, state) for part in tgt.split(chunks, dim=1)]
-        torch.testing.assert_close(torch.cat(got, 1), want, rtol=1e-5, atol=1e-5)
-    assert ran.count(f"{backend}.decode") == (9 + 4 + 1) * TINY.num_decoder_layers
-    state = model.start(src, capacity=9, beams=1)
-    torch.testing.assert_close(
-        model.decode(tgt, state, last=True), want[:, -1:], rtol=1e-5, atol=1e-5
-    )
-
-
-def test_r72_cross_attention_is_projected_once_per_sequence(monkeypatch):
-    rows = []
-    real = Attention.keys_values
-
-    def counted(self, source):
-        rows.append(source.shape[0])
-        return real(self, source)
-
-    monkeypatch.setattr(Attention, "keys_values", counted)
-    for use_cache in (True, False):
-        rows.clear()
-        out = model_of().generate(sources(LENGTHS), 6, num_beams=3, use_cache=use_cache)
-        assert out.tokens.shape[1] > 2
-        assert rows == [len(LENGTHS)] * TINY.num_decoder_layers
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0, 2.0])
-@pytest.mark.parametrize("beams", BEAMS)
-def test_r76_rescoring_the_tokens_gives_the_score(beams, alpha):
-    model, src = model_of(), sources(LENGTHS)
-    out = model.generate(src, 12, num_beams=beams, length_penalty=alpha)
-    ends = [EOS in row(out, b) for b in range(len(LENGTHS))]
-    if beams == 1:
-        assert any(ends)
-        assert not all(ends)  # finished and unfinished rows have one rule
-    for b in range(len(LENGTHS)):
-        want = rescore(model, src[b], [row(out, b)], alpha)[0]
-        assert out.scores[b].item() == pytest.approx(want, abs=1e-5)
 
 
 def table_model(script: list[list[int]], then: int = EOS, vocab: int = 8):
@@ -246,6 +52,21 @@ class Toy:
 
     def reorder(self, rows):
         self.tokens = self.tokens[rows]
+
+
+class Hashed:
+    """Logits [R, V] that depend on all of a row but its padding, at random."""
+
+    def __init__(self, vocab, seed=0, scale=1.5):
+        self.vocab, self.seed, self.scale, self.calls = vocab, seed, scale, []
+
+    def __call__(self, tokens):
+        self.calls.append(tokens.clone())
+        return torch.stack([self.row(tuple(t for t in r if t != PAD)) for r in tokens.tolist()])
+
+    def row(self, prefix):
+        g = torch.Generator().manual_seed(hash((self.seed, prefix)) & 0xFFFFFFFF)
+        return self.scale * torch.randn(self.vocab, generator=g)
 
 
 def options(max_length: int, **changes) -> GenerationOptions:
@@ -323,39 +144,6 @@ def test_r81_a_row_that_never_ends_has_exactly_max_length_tokens(beams, max_leng
         assert out.scores.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("beams", BEAMS)
-@pytest.mark.parametrize("max_length", [0, 1, TINY.max_length])
-def test_r81_limits_of_the_model(beams, max_length, use_cache):
-    model, src = model_of(never_ends=True), sources(LENGTHS)
-    out = model.generate(src, max_length, num_beams=beams, use_cache=use_cache)
-    assert out.tokens.shape == (6, max_length)
-    assert (out.lengths == max_length).all()
-    assert out.scores.isfinite().all()
-
-
-def test_r81_limits_out_of_range_are_named():
-    model, src = model_of(), sources([2])
-    for arguments, message in [
-        ({"max_length": 21}, "max_length is 21, expected 0 to 20"),
-        ({"max_length": -1}, "max_length is -1"),
-        ({"num_beams": 0}, "num_beams is 0, expected 1 or more"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            model.generate(src, **arguments)
-
-
-@pytest.mark.parametrize("beams", BEAMS)
-def test_an_empty_batch_and_an_empty_source(beams):
-    model = model_of()
-    out = model.generate(torch.empty(0, 4, dtype=torch.int64), 5, num_beams=beams)
-    assert out.tokens.shape[0] == out.scores.shape[0] == out.lengths.shape[0] == 0
-    out = model.generate(torch.full((2, 3), PAD), 5, num_beams=beams)
-    none = model.generate(torch.empty(2, 0, dtype=torch.int64), 5, num_beams=beams)
-    assert torch.equal(out.tokens, none.tokens)
-    assert out.scores.isfinite().all()
-
-
 @pytest.mark.parametrize("beams", BEAMS)
 def test_padding_is_never_generated(beams):
     def next_logits(tokens):
@@ -367,88 +155,296 @@ def test_padding_is_never_generated(beams):
     assert out.scores.max() < -7.0
 
 
-def test_generation_is_without_dropout_and_leaves_the_modes():
-    model, src = model_of(dropout=0.5), sources(LENGTHS)
-    model.train()
-    model.encoder[1].eval()
-    one, other = model.generate(src, 12), model.generate(src, 12, use_cache=False)
-    assert torch.equal(one.tokens, other.tokens)
-    assert not one.scores.requires_grad
-    assert model.training
-    assert model.decoder[0].self_attn.training
-    assert not model.encoder[1].training
+class Recurrent:
+    """A session with a state: what it has seen of each row is a running sum, never its tokens."""
+
+    def __init__(self, vocab=7, seed=0):
+        g = torch.Generator().manual_seed(seed)
+        self.embedding, self.output = torch.randn(2, vocab, vocab, dtype=torch.float64, generator=g)
+        self.state, self.calls = None, 0
+
+    def extend(self, tokens):
+        self.calls += 1
+        if self.state is None:
+            self.state = torch.zeros(tokens.shape[0], 7, dtype=torch.float64)
+        for column in tokens.T:
+            self.state = torch.where(
+                (column == PAD)[:, None], self.state, 0.7 * self.state + self.embedding[column]
+            )
+        return self.state.tanh() @ self.output * 2
+
+    def reorder(self, rows):
+        self.state = self.state[rows]
 
 
-@pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_r89_other_dtypes_generate(beams, dtype, backend):
-    model, src = model_of().to(dtype), sources(LENGTHS)
-    state = model.start(src, capacity=3)
-    assert {cache.k.dtype for cache in state.caches} == {dtype}
-    out = model.generate(src, 8, num_beams=beams)
-    assert out.scores.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    for b in range(len(LENGTHS)):
-        want = rescore(model, src[b], [row(out, b)], 1.0)[0]
-        assert out.scores[b].item() == pytest.approx(
-            want, abs=1e-6 if dtype == torch.float64 else 0.1
-        )
+class Recomputed(Recurrent):
+    """The same from the whole tokens, each time."""
+
+    def __init__(self, vocab=7, seed=0):
+        super().__init__(vocab, seed)
+        self.tokens = None
+
+    def extend(self, tokens):
+        self.tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], 1)
+        self.state = None
+        return super().extend(self.tokens)
+
+    def reorder(self, rows):
+        self.tokens = self.tokens[rows]
 
 
-@pytest.mark.parametrize("beams", [1, 3])
-def test_r89_autocast_generates(beams):
-    model, src = model_of(), sources(LENGTHS)
-    with torch.autocast("cpu", torch.bfloat16):
-        state = model.start(src, capacity=3)
-        assert {cache.k.dtype for cache in state.caches} == {torch.bfloat16}
-        out = model.generate(src, 8, num_beams=beams)
-    for b in range(len(LENGTHS)):
-        assert out.scores[b].item() == pytest.approx(
-            rescore(model, src[b], [row(out, b)], 1.0)[0], abs=0.2
-        )
-    # a state from outside autocast has float32 caches: refused by name
-    state = model.start(src, capacity=3)
-    with (
-        torch.no_grad(),
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(TypeError, match=r"k is torch.bfloat16, the cache holds torch.float32"),
-    ):
-        model.decode(torch.full((6, 1), BOS), state)
+PROMPTS = torch.tensor([[PAD, PAD, BOS, 3], [BOS, 4, 5, 3], [PAD, 6, 4, 4], [BOS, 3, 3, 4]])
+KINDS = [
+    {},
+    {"num_beams": 3},
+    {"num_beams": 4, "num_return_sequences": 4, "early_stopping": True},
+    {"sample": True, "seeds": [1, 2, 3, 4], "top_p": 0.9},
+    {"num_beams": 3, "stop": [[3, 4], [5]], "min_length": 2, "repetition_penalty": 1.3},
+    {"sample": True, "seeds": [4, 3, 2, 1], "stop": [[3, 4], [5]], "repetition_penalty": 1.3},
+    {"num_beams": 2, "eos_id": [EOS, 6]},
+    {"num_beams": 2, "eos_id": None},
+]
 
 
-@torch.no_grad()
-def test_r91_more_tokens_than_the_caches_hold():
-    model, src = model_of().eval(), sources([3, 2])
-    state = model.start(src, capacity=4)
-    step = torch.full((2, 1), 3)
-    for _ in range(4):
-        model.decode(step, state)
-    with pytest.raises(ValueError, match="full: it holds 4 of 4 tokens, and 1 more"):
-        model.decode(step, state)
-    for cache in state.caches:
-        cache.crop(3)
-    want = model(src, torch.full((2, 4), 3))
-    torch.testing.assert_close(model.decode(step, state), want[:, -1:], rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_state_gives_what_recomputing_gives(kind):
+    got = generate(Recurrent(), PROMPTS, options(8, **kind))
+    want = generate(Recomputed(), PROMPTS, options(8, **kind))
+    assert torch.equal(got.tokens, want.tokens)
+    assert torch.equal(got.lengths, want.lengths)
+    torch.testing.assert_close(got.scores, want.scores)
+    torch.testing.assert_close(got.log_probs, want.log_probs)
+    assert got.scores.dtype == torch.float64
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("beams", [1, 3])
-def test_decode_steps_compile_to_one_graph(beams):
-    torch._dynamo.reset()
-    model, src = model_of(num_decoder_layers=1).eval(), sources([5, 3])
-    counter = CompileCounter()
-    step = torch.compile(model.decode, backend=counter, fullgraph=True)
-    state, plain = (model.start(src, capacity=6, beams=beams) for _ in range(2))
-    tokens = torch.full((2 * beams, 1), BOS)
-    for _ in range(5):
-        logits = step(tokens, state)
-        torch.testing.assert_close(logits, model.decode(tokens, plain), rtol=1e-5, atol=1e-5)
-        tokens = logits[:, -1].argmax(-1, keepdim=True)
-    assert counter.frame_count == 1
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_each_row_is_what_it_is_alone_with_every_option(kind):
+    out = generate(Recurrent(), PROMPTS, options(8, **kind))
+    for b in range(4):
+        mine = {**kind, "seeds": [kind["seeds"][b]]} if "seeds" in kind else kind
+        alone = generate(Recurrent(), PROMPTS[b : b + 1], options(8, **mine))
+        width = alone.tokens.shape[-1]
+        assert torch.equal(out.tokens[b, ..., :width], alone.tokens[0])
+        assert not out.tokens[b, ..., width:].any()
+        assert torch.equal(out.lengths[b], alone.lengths[0])
+        torch.testing.assert_close(out.scores[b], alone.scores[0])
 
 
-def test_beams_share_their_sources_memory():
-    model, src = model_of().eval(), sources([5, 3])
-    state = model.start(src, capacity=4, beams=3)
-    assert state.memory[0].key.shape[0] == 2
-    assert state.caches[0].k.shape[0] == 6
-    assert isinstance(model.decoder[0].cross_attn.out_proj, nn.Linear)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_scores_are_the_sums_of_the_log_probabilities(kind):
+    model = Hashed(7, seed=3)
+    out = generate(Toy(model), PROMPTS, options(8, length_penalty=0.8, **kind))
+    n = kind.get("num_return_sequences", 1)
+    tokens, scores, lengths, log_probs = (
+        x.reshape(4, n, *x.shape[x.dim() - k :]) for x, k in zip(out, (1, 0, 0, 1), strict=True)
+    )
+    torch.testing.assert_close(scores, log_probs.sum(-1) / lengths**0.8)
+    assert torch.equal(scores, scores.sort(dim=1, descending=True).values)
+    penalty = kind.get("repetition_penalty", 1.0)
+    for b in range(4):
+        for i in range(n):
+            prefix = [t for t in PROMPTS[b].tolist() if t != PAD]
+            for t in range(int(lengths[b, i])):
+                logits = model.row(tuple(prefix)).tolist()
+                for seen in set(prefix):
+                    logits[seen] *= penalty if logits[seen] < 0 else 1 / penalty
+                prefix.append(int(tokens[b, i, t]))
+                want = torch.tensor(logits).log_softmax(-1)[prefix[-1]]
+                assert log_probs[b, i, t].item() == pytest.approx(want.item(), abs=1e-5)
+            assert not log_probs[b, i, int(lengths[b, i]) :].any()
+            assert not tokens[b, i, int(lengths[b, i]) :].any()
+
+
+def all_hypotheses(model, max_length, alpha, ends, min_length=0, prompt=(BOS,)):
+    """Every hypothesis that there is, with its score, best first."""
+    found, prefixes = [], [((), 0.0)]
+    for length in range(1, max_length + 1):
+        longer = []
+        for said, total in prefixes:
+            log = model.row((*prompt, *said)).log_softmax(-1).tolist()
+            for token in range(model.vocab):
+                new = ((*said, token), total + log[token])
+                if token == PAD or ((token,) in ends and length < min_length):
+                    continue
+                if length >= min_length and any(new[0][-len(e) :] == e for e in ends):
+                    found.append((new[0], new[1] / length**alpha))
+                else:
+                    longer.append(new)
+        prefixes = longer
+    found += [(said, total / max_length**alpha) for said, total in prefixes]
+    return sorted(found, key=lambda hypothesis: -hypothesis[1])
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0, 2.0, -0.5])
+@pytest.mark.parametrize(
+    ("ends", "given"),
+    [
+        ([(EOS,)], {}),
+        ([(EOS,), (3,)], {"eos_id": [EOS, 3]}),
+        ([(EOS,), (3, 1), (4, 4, 1), (1,)], {"stop": [[3, 1], [4, 4, 1], [1]]}),
+        ([(3, 4), (4, 3)], {"eos_id": None, "stop": [[3, 4], [4, 3]]}),
+        ([(EOS,)], {"min_length": 3}),
+        ([], {"eos_id": None}),
+    ],
+    ids=str,
+)
+def test_the_best_n_of_beams_wide_enough_are_those_of_brute_force(ends, given, alpha):
+    model = Hashed(5, seed=1)
+    prompt = torch.tensor([[BOS], [3], [4]])
+    out = generate(
+        Toy(model),
+        prompt,
+        options(4, num_beams=256, num_return_sequences=9, length_penalty=alpha, **given),
+    )
+    for b in range(3):
+        start = tuple(prompt[b].tolist())
+        want = all_hypotheses(model, 4, alpha, ends, given.get("min_length", 0), start)
+        assert len(want) > 20
+        for i, (said, score) in enumerate(want[:9]):
+            assert out.tokens[b, i, : int(out.lengths[b, i])].tolist() == list(said)
+            assert out.scores[b, i].item() == pytest.approx(score, abs=1e-5)
+
+
+def endless_search(model, max_length, beams, alpha):
+    """The scores of all that a beam of one row finds, in lists, best first; it never stops."""
+    live, found = [((), 0.0)], []
+    for length in range(1, max_length + 1):
+        candidates = []
+        for said, total in live:
+            log = model.row((BOS, *said)).log_softmax(-1).tolist()
+            candidates += [((*said, t), total + log[t]) for t in range(model.vocab) if t != PAD]
+        candidates = sorted(candidates, key=lambda c: -c[1])[: 2 * beams]
+        found += [
+            (total / length**alpha, list(said))
+            for said, total in candidates
+            if said[-1] == EOS or length == max_length
+        ]
+        live = [c for c in candidates if c[0][-1] != EOS][:beams]
+    return sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, -0.5])
+def test_beams_stop_when_nothing_can_change_any_more(alpha):
+    stopped, late = 0, 0
+    for seed in range(12):
+        model = Hashed(6, seed=seed, scale=2.5)
+        given = {"num_beams": 3, "num_return_sequences": 2, "length_penalty": alpha}
+        out = search(model, 1, options(8, **given))
+        stopped += len(model.calls) < 8
+        late += int(out.lengths.max()) > 2
+        for i, (score, said) in enumerate(endless_search(model, 8, 3, alpha)[:2]):
+            assert out.tokens[0, i, : int(out.lengths[0, i])].tolist() == said
+            assert out.scores[0, i].item() == pytest.approx(score, abs=1e-5)
+    assert late > 2
+    assert stopped > 2 or alpha > 0.5
+
+
+def test_hypotheses_that_do_not_exist_are_empty_and_worth_nothing():
+    given = {"num_beams": 6, "num_return_sequences": 6}
+    out = generate(Toy(Hashed(4)), torch.tensor([[BOS], [3]]), options(1, **given))
+    assert out.tokens.shape == out.log_probs.shape == (2, 6, 1)
+    assert out.lengths.tolist() == [[1, 1, 1, 0, 0, 0]] * 2
+    assert (out.scores == -torch.inf).tolist() == [[False] * 3 + [True] * 3] * 2
+    assert sorted(out.tokens[0, :, 0].tolist()) == [0, 0, 0, 1, 2, 3]
+
+
+def test_the_prompt_is_run_once_for_each_row_and_the_last_token_not_at_all():
+    for kind, rows in (({}, 4), ({"num_beams": 3, "eos_id": None}, 12)):
+        model = Hashed(7)
+        generate(Toy(model), PROMPTS, options(3, **{"eos_id": None, **kind}))
+        assert [tuple(c.shape) for c in model.calls] == [(4, 4), (rows, 5), (rows, 6)]
+        assert torch.equal(model.calls[0], PROMPTS)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_row_stops_at_a_stop_sequence_which_is_kept(num_beams):
+    script = [[3, 4, 5, 6], [4, 3, 4, 3, 5], [5, 5, 5, EOS], [6, 3, 5]]
+    next_logits, calls = table_model(script)
+    out = search(next_logits, 4, options(9, num_beams=num_beams, stop=[[3, 4, 5], [3, 5], [6, 6]]))
+    assert [row(out, b) for b in range(4)] == [
+        [3, 4, 5],
+        [4, 3, 4, 3, 5],
+        [5, 5, 5, EOS],
+        [6, 3, 5],
+    ]
+    assert len(calls) == 5 or num_beams > 1
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_stop_sequence_is_not_begun_by_the_prompt(num_beams):
+    def chain(tokens):  # 3, 4, 5, 6, 3, ...
+        return 8.0 * F.one_hot((tokens[:, -1] - 2) % 4 + 3, 7).float()
+
+    prompt = torch.tensor([[3, 4, 5], [5, 3, 4], [4, 5, 3]])
+    given = {"num_beams": num_beams, "stop": [[4, 5, 6], [3, 4, 5]]}
+    out = generate(Toy(chain), prompt, options(12, **given))
+    # 3, 4, 5 was in the first prompt, and only its rest comes after the others
+    assert [row(out, b) for b in range(3)] == [[6, 3, 4, 5], [5, 6, 3, 4, 5], [4, 5, 6]]
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_no_row_ends_before_min_length(num_beams):
+    def eager(tokens):
+        return torch.tensor([0.0, 0.0, 9.0, 5.0, 1.0]).expand(tokens.shape[0], -1)
+
+    for min_length, want in ((0, 1), (1, 1), (4, 4), (6, 6)):
+        given = {"num_beams": num_beams, "length_penalty": 0.0}
+        out = search(eager, 2, options(6, min_length=min_length, **given))
+        assert row(out, 0) == [3] * (want - 1) + [EOS]
+        stop = {"stop": [[3], [3, 3, 3]], "eos_id": 1}
+        out = search(eager, 2, options(6, min_length=min_length, **stop, pad_id=EOS))
+        assert row(out, 0) == [3] * want
+
+
+def test_a_model_without_padding_withholds_nothing():
+    def zeros(tokens):
+        return torch.tensor([9.0, 1.0, 2.0]).expand(tokens.shape[0], -1)
+
+    out = search(zeros, 1, options(3, pad_id=None))
+    assert out.tokens.tolist() == [[0, 0, 0]]
+    next_logits, _ = table_model([[3, EOS], [3, 4, 5, EOS]])
+    out = search(next_logits, 2, options(9, pad_id=None))
+    assert out.tokens.tolist() == [[3, EOS, EOS, EOS], [3, 4, 5, EOS]]
+    assert out.lengths.tolist() == [2, 4]
+    assert not out.log_probs[0, 2:].any()
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_without_an_end_rows_run_to_the_limit(num_beams):
+    next_logits, calls = table_model([[EOS, EOS]])
+    out = search(next_logits, 1, options(5, eos_id=None, num_beams=num_beams))
+    assert row(out, 0) == [EOS] * 5
+    assert len(calls) == 5
+
+
+@pytest.mark.parametrize("n", [None, 1, 2])
+@pytest.mark.parametrize(("rows", "max_length"), [(2, 0), (0, 3), (0, 0)])
+def test_nothing_to_generate(rows, max_length, n):
+    next_logits, calls = table_model([[3]])
+    out = search(next_logits, rows, options(max_length, num_beams=2, num_return_sequences=n))
+    lead = (rows,) if n is None else (rows, n)
+    assert out.tokens.shape == out.log_probs.shape == (*lead, 0)
+    assert out.scores.shape == out.lengths.shape == lead
+    assert not calls
+
+
+def test_one_returned_sequence_of_no_beams_has_the_same_dimensions():
+    plain = generate(Recurrent(), PROMPTS, options(6))
+    one = generate(Recurrent(), PROMPTS, options(6, num_return_sequences=1))
+    assert all(torch.equal(a[:, None], b) for a, b in zip(plain, one, strict=True))
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_asking_rarely_whether_rows_live_changes_nothing(num_beams, monkeypatch):
+    """What an accelerator does: the steps after the last end leave no trace."""
+    kind = {"num_beams": num_beams, "eos_id": [EOS, 3, 6], "length_penalty": 0.0}
+    want = generate(Recurrent(seed=2), PROMPTS, options(30, **kind))
+    assert 1 < int(want.lengths.max()) < 8
+    name = "beam_search" if num_beams > 1 else "_steps"
+    real = getattr(generation, name)
+    monkeypatch.setattr(generation, name, lambda session, p, o, every: real(session, p, o, 8))
+    session = Recurrent(seed=2)
+    got = generate(session, PROMPTS, options(30, **kind))
+    assert session.state.shape[0] == 4 * num_beams
+    assert session.calls == 8
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

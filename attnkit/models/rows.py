@@ -41,7 +41,8 @@ class Rows:
         last = sorted({*eos, *(sequence[-1] for sequence in options.stop)})
         self.ways = len(last)  # in which a row can end: tokens that end it, if they do now
         self._last = torch.tensor(last, dtype=torch.int64, device=device)
-        self._is_eos = torch.tensor([token in eos for token in last], device=device)
+        is_eos = [token in eos for token in last]
+        self._is_eos = torch.tensor(is_eos, dtype=torch.bool, device=device)
         # stop sequences by their length: all but the last token [S, n - 1], the last [S, 1]
         lengths = sorted({len(sequence) for sequence in options.stop})
         self._stops = [

@@ -31,7 +31,7 @@ def filtered(
     top_p: float | None = None,
     min_p: float | None = None,
 ) -> Tensor:
-    """log_p [R, V], not normalised, -inf for each token that is not to be drawn.
+    """log_p [R, V] in float64, not normalised, -inf for each token that is not to be drawn.
 
     ===== ============================================================
     top_k token x stays if #{y: p(y) > p(x)} < k
@@ -43,7 +43,7 @@ def filtered(
     normalised.  Top-p: Holtzman et al. (2020); min-p: Nguyen et al. (2024).
     """
     # the largest becomes 0 before the division, which then cannot overflow but to -inf
-    x = (log_p - log_p.amax(dim=-1, keepdim=True)) / temperature
+    x = (log_p - log_p.amax(dim=-1, keepdim=True)).double() / temperature
     ranked = None
     if top_k is not None and top_k < x.shape[-1]:
         ranked = x.topk(top_k).values  # [R, k], the largest first
@@ -51,7 +51,7 @@ def filtered(
     if top_p is not None and top_p < 1:
         if ranked is None:
             ranked = x.sort(dim=-1, descending=True).values
-        mass = (ranked.double() - x.double().logsumexp(dim=-1, keepdim=True)).exp().cumsum(dim=-1)
+        mass = (ranked - x.logsumexp(dim=-1, keepdim=True)).exp().cumsum(dim=-1)
         # the likeliest stays; each other if the mass before it leaves room
         stay = 1 + (mass[:, :-1] < top_p).sum(dim=-1, keepdim=True)
         x = x.masked_fill(x < ranked.gather(1, stay - 1), -math.inf)
