@@ -431,3 +431,58 @@ def test_learning_rates():
         rates(lambda o: cosine(o, 10, 10), 1, 1.0)
     with pytest.raises(ValueError, match="warmup is 0"):
         rates(lambda o: inverse_sqrt(o, 0), 1, 1.0)
+
+
+OTHERS = {
+    "rope": {"positions": "rope", "num_heads": 4, "num_kv_heads": 2, "norm": "rms"},
+    "alibi": {"positions": "alibi", "norm_first": True, "bias": False},
+    "relative": {"positions": "relative", "activation": "swiglu"},
+    "window": {"positions": "rope", "window": 3, "num_kv_heads": 1},
+    "alibi, window": {"positions": "alibi", "window": (None, 3)},
+}
+
+
+@pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS.keys())
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_other_positions_heads_and_norms(changes, side):
+    """Padding changes no logit, and a cached run is a run over everything."""
+    model = model_of(**changes)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    pairs = [batch_of(i, 1, s, 7) for i, s in enumerate([6, 2, 4])]
+    src = padded([s[0] for s, _ in pairs], side)
+    tgt = torch.cat([t for _, t in pairs])
+    want = torch.cat([model(*pair) for pair in pairs])
+    torch.testing.assert_close(model(src, tgt), want, rtol=1e-4, atol=1e-4)
+    for chunks in ([1] * 7, [2, 1, 4]):
+        state = model.start(src, capacity=7)
+        got = [model.decode(part, state) for part in tgt.split(chunks, dim=1)]
+        torch.testing.assert_close(torch.cat(got, 1), want, rtol=1e-4, atol=1e-4)
+    cached, plain = (model.generate(src, 6, num_beams=2, use_cache=c) for c in (True, False))
+    assert torch.equal(cached.tokens, plain.tokens)
+
+
+def test_a_windowed_encoder_looks_both_ways():
+    model = model_of(window=2, num_encoder_layers=1)
+    src, _ = batch_of(batch=1)
+    changed = src.clone()
+    changed[0, 3] = 3 + (src[0, 3] - 3 + 1) % 8
+    moved = (model.encode(changed) != model.encode(src)).any(-1)[0]
+    assert moved.tolist() == [False, False, True, True, True, False]
+
+
+@torch.no_grad()
+def test_a_session_translates_as_generate_does():
+    model = model_of()
+    src, _ = batch_of()
+    want = model.generate(src, 5).tokens
+    for use_cache in (True, False):
+        session, fed = model.session(src, capacity=5, use_cache=use_cache), torch.full((3, 1), BOS)
+        for step in range(want.shape[1]):
+            logits = session.extend(fed)
+            logits[:, PAD] = -torch.inf
+            fed = logits.argmax(-1, keepdim=True)
+            alive = want[:, step] != PAD
+            assert torch.equal(fed[alive, 0], want[alive, step])
+    assert torch.equal(torch.stack(list(model.stream(src, 5)), 1), want)

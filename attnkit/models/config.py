@@ -174,10 +174,8 @@ class ModelConfig(_Sizes):
         if self.positions != "rope":
             for field in dataclasses.fields(self):
                 if field.name.startswith("rope_") and getattr(self, field.name) != field.default:
-                    raise self.wrong(
-                        field.name,
-                        f"{field.default!r}: positions is {self.positions!r}, not 'rope'",
-                    )
+                    expected = f"{field.default!r} with positions {self.positions!r}"
+                    raise self.wrong(field.name, expected)
             return
         rotated = self.head_dim if self.rope_dim is None else self.rope_dim
         if rotated % 2 or rotated > self.head_dim:
