@@ -125,7 +125,7 @@ def without_repeats(documents: Iterable[str]) -> list[str]:
             words = " ".join(paragraph.split())
             if words and words not in seen:
                 seen.add(words)
-                own.append(paragraph)
+                own.append(paragraph.strip("\n"))
         if own:
             kept.append("\n\n".join(own) + "\n")
     return kept
