@@ -145,13 +145,17 @@ MUTANTS = [
         "forward",
     ),
     Mutant(
-        "online softmax: the sum is not rescaled", "forward.inl", "sum *= shrink;", "", "forward"
+        "online softmax: the sum is not rescaled",
+        "forward.inl",
+        "load(t.l + row * kLanes<T>) * shrink);",
+        "load(t.l + row * kLanes<T>));",
+        "forward",
     ),
     Mutant(
         "tail: the last keys are left out",
         "forward.inl",
-        "ceil_to(lesser(g + kGroup, head.last_key(i + n)), kLanes<T>)",
-        "floor_to(lesser(g + kGroup, head.last_key(i + n)), kLanes<T>)",
+        "ceil_to(lesser(g + kGroup, head.last_key(i + n)),",
+        "floor_to(lesser(g + kGroup, head.last_key(i + n)),",
         "forward",
     ),
     Mutant(
@@ -214,8 +218,8 @@ MUTANTS = [
     Mutant(
         "dQ: without the scale",
         "backward.inl",
-        "store_row(dq + r * dk_ld_, p_.head_dim, static_cast<T>(p_.scale),",
-        "store_row(dq + r * dk_ld_, p_.head_dim, T{1},",
+        "store_row(line[y], columns, static_cast<T>(p_.scale),",
+        "store_row(line[y], columns, T{1},",
         "backward",
     ),
     Mutant("dV: weights before dropout", "backward.inl", "kept = t.ds;", "kept = t.p;", "backward"),
@@ -264,7 +268,7 @@ MUTANTS = [
         "dbias: rows are not summed",
         "bias_gradient.inl",
         "const int64_t r1 = all_rows ? p_.max_lq :",
-        "const int64_t r1 = all_rows ? kRows :",
+        "const int64_t r1 = all_rows ? Op::kRows :",
         "backward",
     ),
     Mutant(
@@ -284,10 +288,59 @@ MUTANTS = [
     Mutant(
         "pairs: one key twice in dQ",
         "backward.inl",
-        "pair[1] = t.ds_left[(m + 1) * kBlock + x];",
-        "pair[1] = t.ds_left[m * kBlock + x];",
+        "load(ds + (m + 1) * kBlock + x + y)",
+        "load(ds + m * kBlock + x + y)",
         "backward",
         "wide",
+    ),
+    Mutant(
+        "pairs: scores of the exponential without the scale",
+        "forward.inl",
+        "t.unit = late ? static_cast<T>(p_.scale) : T{1};",
+        "t.unit = T{1};",
+        "forward",
+        "wide",
+    ),
+    Mutant(
+        "pairs: lse without the scale",
+        "forward.inl",
+        "T m = t.m[row] * t.unit,",
+        "T m = t.m[row],",
+        "forward",
+        "wide",
+    ),
+    # ---- tiles
+    Mutant(
+        "tiles: the lower rows are multiplied with the upper ones' place in A",
+        "tiles.inl",
+        "ATTNKIT_TILE_LOAD(5, a + k + 16 * lda, lda);",
+        "ATTNKIT_TILE_LOAD(5, a + k, lda);",
+        "forward",
+        "wide_tiles",
+    ),
+    Mutant(
+        "tiles: the second panel is the first again",
+        "tiles.inl",
+        "b + at / kPanel<float> * panel_stride +",
+        "b +",
+        "forward",
+        "wide_tiles",
+    ),
+    Mutant(
+        "tiles: a product begins with what was there",
+        "tiles.inl",
+        "ATTNKIT_TILE_ZERO(2);",
+        "",
+        "forward",
+        "wide_tiles",
+    ),
+    Mutant(
+        "tiles: a depth that is no multiple of a tile's is not padded",
+        "pack.inl",
+        "return ceil_to(width, Op::kDepth);",
+        "return floor_to(width, Op::kDepth);",
+        "forward",
+        "wide_tiles",
     ),
     # ---- dropout
     Mutant(
@@ -373,6 +426,7 @@ MUTANTS = [
 # The kernels of other instruction sets, which nothing calls here, as empty tables.
 STUB = """#include "../params.h"
 namespace attnkit {
+namespace amx { extern const Kernels kKernels; const Kernels kKernels{"amx"}; }
 namespace avx512_bf16 { extern const Kernels kKernels; const Kernels kKernels{"avx512_bf16"}; }
 namespace avx512 { extern const Kernels kKernels; const Kernels kKernels{"avx512"}; }
 namespace avx2 { extern const Kernels kKernels; const Kernels kKernels{"avx2"}; }
@@ -415,7 +469,7 @@ class Builder:
         """All objects without any bug."""
         names = ["registration", *(p.stem for p in (csrc / "cpu").glob("*.cpp"))]
         (csrc / "cpu" / "stub.cpp").write_text(STUB)
-        names = [n for n in names if not n.startswith(("isa_avx", "stub"))] + ["stub"]
+        names = [n for n in names if not n.startswith(("isa_a", "stub"))] + ["stub"]
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(lambda name: self.compile(csrc, name, self.objects), names))
 

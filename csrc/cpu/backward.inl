@@ -1,14 +1,14 @@
 // dV = P^T dO;  dS = P * (dO V^T - delta);  dQ = scale dS K;  dK = scale dS^T Q,
 // with P recomputed from the scores and lse, and delta = rowsum(dO * O) - dlse.
 //
-// Everything is computed transposed, a strip of kRows keys against a block of 64 queries: P^T and
-// dS^T come out of the registers as the rows that dV and dK multiply with, and dS^T is the
-// (transposed) left operand of dQ.  A task is one chunk of keys of one kv head, with its dK and dV
-// in private memory.  dQ is summed over chunks in their order: a turnstile per block of queries
-// lets chunk c in after chunk c - 1, so the bits do not depend on the number of threads.
+// Everything is computed transposed, a strip of keys against a block of 64 queries: P^T and dS^T
+// come out of the registers as the rows that dV and dK multiply with, and dS^T, strip below strip,
+// is the right operand of dQ^T = K^T dS^T.  A task is one chunk of keys of one kv head, with its dK
+// and dV in private memory.  dQ is summed over chunks in their order: a turnstile per block of
+// queries lets chunk c in after chunk c - 1, so the bits do not depend on the number of threads.
 
-constexpr int64_t kKeyChunk = 16 * kRows;
-constexpr int kQueryRows = 4;  // rows of a dQ tile: kBlock is a multiple, and 4 x kColumns fit
+template <class Op>
+constexpr int64_t kKeyChunk = Op::kTiled ? 4 * Op::kRows : 16 * Op::kRows;
 
 // The queries of one head, ready to multiply with.
 template <class Op>
@@ -52,8 +52,9 @@ class Backward {
       : p_(p),
         team_(team),
         group_(p.q_heads / greater<int64_t>(p.kv_heads, 1)),
-        k_ld_(ceil_to(p.head_dim, Op::kPair)),
-        v_ld_(ceil_to(p.value_dim, Op::kPair)),
+        k_ld_(scratch_of<Op>(depth_of<Op>(p.head_dim))),
+        v_ld_(depth_of<Op>(p.value_dim)),
+        dq_rows_(ceil_to(ceil_to(p.head_dim, kLanes<T>), Op::kRows)),
         dk_ld_(ceil_to(p.head_dim, kPanel<T>)),
         dv_ld_(ceil_to(p.value_dim, kPanel<T>)),
         dk_columns_(ceil_to(p.head_dim, kLanes<T>)),
@@ -65,7 +66,7 @@ class Backward {
   void run() {
     const int64_t heads = p_.sequences * p_.kv_heads;
     const bool together = heads >= 4 * team_.threads && p_.max_lq <= 1024;
-    const int64_t chunks = (p_.max_lk + kKeyChunk - 1) / kKeyChunk;
+    const int64_t chunks = (p_.max_lk + kKeyChunk<Op> - 1) / kKeyChunk<Op>;
     const int64_t blocks = (p_.max_lq + kBlock - 1) / kBlock;
     const int64_t all_heads = p_.sequences * p_.q_heads;
     const int64_t items = together ? heads : greater(chunks * heads, all_heads * blocks);
@@ -80,7 +81,7 @@ class Backward {
       key_labels_.layout(w, p_.packed_keys, p_.keep, p_.k_segments);
       query_labels_.layout(w, p_.packed_rows, false, p_.q_segments);
       shared.layout(w, shared_rows, p_.head_dim, p_.value_dim);
-      w.take(shared_dq, shared_rows * dk_ld_);
+      w.take(shared_dq, shared_rows * dq_rows_);
       w.take(turn, shared_rows / kBlock);
       for (int i = 0; i < workers; ++i)
         layout(w, scratch[i], together ? ceil_to(p_.max_lq, kBlock) : 0);
@@ -89,13 +90,14 @@ class Backward {
 
     if (together) {
       for_each(team_, heads, [&](int64_t item, int worker) {
+        [[maybe_unused]] typename Op::Unit unit;
         Scratch& t = scratch[worker];
         const int64_t sequence = item / p_.kv_heads, kv = item % p_.kv_heads;
         const Sequence& s = p_.sequence[sequence];
         // one chunk holds dK and dV over the heads of its group, so heads are the inner loop; their
         // packed queries do not all fit, and are made again for every chunk but where one suffices
         if (group_ == 1) begin_head(s, sequence, kv, t.queries, t.dq, t);
-        for (int64_t c = 0; c * kKeyChunk < greater<int64_t>(s.lk, 1); ++c) {
+        for (int64_t c = 0; c * kKeyChunk<Op> < greater<int64_t>(s.lk, 1); ++c) {
           open_chunk(s, kv, c, t);
           for (int64_t h = kv * group_; h < (kv + 1) * group_; ++h) {
             if (group_ > 1)
@@ -120,18 +122,19 @@ class Backward {
       const int64_t row = h * p_.packed_rows + s.row_pad;
       pack(s, sequence, h, b * kBlock, shared.from(row, p_.head_dim, p_.value_dim),
            scratch[worker].fetch);
-      clear(shared_dq + (row + b * kBlock) * dk_ld_, kBlock * dk_ld_);
+      clear(shared_dq + (row + b * kBlock) * dq_rows_, kBlock * dq_rows_);
       turn[row / kBlock + b] = 0;
     });
     // Chunk by chunk over all heads: neighbours in this order rarely wait for each other, and a
     // chunk's predecessor has always been taken before it, so a waiting worker waits for a running
     // one.
     for_each(team_, chunks * heads, [&](int64_t item, int worker) {
+      [[maybe_unused]] typename Op::Unit unit;
       Scratch& t = scratch[worker];
       const int64_t c = item / heads, sequence = item % heads / p_.kv_heads;
       const int64_t kv = item % p_.kv_heads;
       const Sequence& s = p_.sequence[sequence];
-      if (c * kKeyChunk >= s.lk) return;
+      if (c * kKeyChunk<Op> >= s.lk) return;
       open_chunk(s, kv, c, t);
       for (int64_t h = kv * group_; h < (kv + 1) * group_; ++h) {
         const int64_t row = h * p_.packed_rows + s.row_pad;
@@ -141,7 +144,7 @@ class Backward {
           const auto wait = [&] {
             while (__atomic_load_n(gate, __ATOMIC_ACQUIRE) != c) yield();
           };
-          if (!block(sequence, h, c, i, queries, shared_dq + row * dk_ld_, t, wait)) wait();
+          if (!block(sequence, h, c, i, queries, shared_dq + row * dq_rows_, t, wait)) wait();
           __atomic_store_n(gate, c + 1, __ATOMIC_RELEASE);
         }
       }
@@ -151,47 +154,47 @@ class Backward {
       const int64_t b = item % blocks, h = item / blocks % p_.q_heads;
       const Sequence& s = p_.sequence[item / blocks / p_.q_heads];
       if (b * kBlock < s.lq)
-        store_dq(s, h, b * kBlock, shared_dq + (h * p_.packed_rows + s.row_pad) * dk_ld_);
+        store_dq(s, h, b * kBlock, shared_dq + (h * p_.packed_rows + s.row_pad) * dq_rows_);
     });
   }
 
  private:
   struct Scratch {
-    Element *k, *v;             // [kKeyChunk] rows of this chunk, the left operands of S^T and dP^T
-    Element* k_right;           // the same keys as row panels, the right operand of dQ
-    T *dk, *dv;                 // [kKeyChunk][..]
-    T *s, *p, *ds;              // [kRows][kBlock] strips of S^T, P^T, dS^T
-    T *slope, *drop;            // [kRows][kBlock]
-    T* bias;                    // [kKeyChunk][kBlock] the bias, transposed
-    T* line;                    // [kKeyChunk]
-    Element *p_left, *ds_left;  // [kRows][kBlock] as left operands (only for pairs)
-    Element* ds_tile;           // [kKeyChunk][kBlock] dS^T, transposed left operand of dQ
+    Element *k, *v;      // [kKeyChunk<Op>] rows of this chunk, the left operands of S^T and dP^T
+    Element* k_columns;  // [dq_rows][kKeyChunk<Op>] K^T, the left operand of dQ^T
+    T *dk, *dv;          // [kKeyChunk<Op>][..]
+    T *s, *p, *ds;       // [Op::kRows][kBlock] strips of S^T, P^T, dS^T
+    T *slope, *drop;     // [Op::kRows][kBlock]
+    T* bias;             // [kKeyChunk<Op>][kBlock] the bias, transposed
+    T* line;             // [kKeyChunk<Op>]
+    Element *p_left, *ds_left;  // [Op::kRows][kBlock] as left operands (only for pairs)
+    Element* ds_right;          // [kKeyChunk<Op>][kBlock] dS^T in row panels
     Element* fetch;
-    T* dq;  // [heads of the group][rows][dk_ld] when a worker keeps a whole kv head
+    T* dq;  // [heads of the group][blocks][dq_rows][kBlock] when a worker keeps a whole kv head
     PackedQueries<Op> queries;
     bool k_finite;
   };
 
   void layout(Workspace& w, Scratch& t, int64_t rows) {
-    constexpr int64_t kStrip = kRows * kBlock;
-    w.take(t.k, kKeyChunk * k_ld_);
-    w.take(t.v, kKeyChunk * v_ld_);
-    w.take(t.k_right, kKeyChunk * dk_ld_);
-    w.take(t.dk, kKeyChunk * dk_ld_);
-    w.take(t.dv, kKeyChunk * dv_ld_);
+    constexpr int64_t kStrip = Op::kRows * kBlock;
+    w.take(t.k, kKeyChunk<Op> * k_ld_);
+    w.take(t.v, kKeyChunk<Op> * v_ld_);
+    w.take(t.k_columns, kKeyChunk<Op> * dq_rows_);
+    w.take(t.dk, kKeyChunk<Op> * dk_ld_);
+    w.take(t.dv, kKeyChunk<Op> * dv_ld_);
     w.take(t.s, kStrip);
     w.take(t.p, kStrip);
     w.take(t.ds, kStrip);
     w.take(t.slope, p_.softcap > 0 ? kStrip : 0);
-    w.take(t.drop, p_.dropout > 0 ? (kRows + 6) * kBlock : 0);
-    w.take(t.bias, p_.bias.data ? kKeyChunk * kBlock : 0);
-    w.take(t.line, p_.bias.data ? kKeyChunk : 0);
+    w.take(t.drop, p_.dropout > 0 ? (Op::kRows + 6) * kBlock : 0);
+    w.take(t.bias, p_.bias.data ? kKeyChunk<Op> * kBlock : 0);
+    w.take(t.line, p_.bias.data ? kKeyChunk<Op> : 0);
     w.take(t.p_left, Op::kPair > 1 ? kStrip : 0);
     w.take(t.ds_left, Op::kPair > 1 ? kStrip : 0);
-    w.take(t.ds_tile, kKeyChunk * kBlock);
+    w.take(t.ds_right, kKeyChunk<Op> * kBlock);
     w.take(t.fetch, kLanes<T> * scratch_of<Op>(greater(p_.head_dim, p_.value_dim)) +
                         2 * greater(dk_ld_, dv_ld_));
-    w.take(t.dq, rows * dk_ld_ * group_);
+    w.take(t.dq, rows * dq_rows_ * group_);
     t.queries.layout(w, rows, p_.head_dim, p_.value_dim);
   }
 
@@ -199,7 +202,7 @@ class Backward {
     for (int64_t i = 0; i < n; ++i) x[i] = 0;
   }
   T* head_dq(const Scratch& t, int64_t g) const {
-    return t.dq + g * ceil_to(p_.max_lq, kBlock) * dk_ld_;
+    return t.dq + g * ceil_to(p_.max_lq, kBlock) * dq_rows_;
   }
 
   // ---------------------------------------------------------------- operands
@@ -207,7 +210,7 @@ class Backward {
   void begin_head(const Sequence& s, int64_t sequence, int64_t h, const PackedQueries<Op>& queries,
                   T* dq, Scratch& t) {
     for (int64_t i = 0; i < s.lq; i += kBlock) pack(s, sequence, h, i, queries, t.fetch);
-    if (dq) clear(dq, ceil_to(s.lq, kBlock) * dk_ld_);
+    if (dq) clear(dq, ceil_to(s.lq, kBlock) * dq_rows_);
   }
 
   // The block of queries from i on: q and dO in both orientations, lse and delta.
@@ -246,18 +249,18 @@ class Backward {
   int64_t dsink_slots() const { return (p_.max_lq + kBlock - 1) / kBlock; }
 
   void open_chunk(const Sequence& s, int64_t kv, int64_t c, Scratch& t) {
-    const int64_t j = c * kKeyChunk, n = lesser(kKeyChunk, s.lk - j);
+    const int64_t j = c * kKeyChunk<Op>, n = lesser(kKeyChunk<Op>, s.lk - j);
     const Rows k = key_rows(p_, p_.k, s, kv, j, n, p_.head_dim);
     const Rows v = key_rows(p_, p_.v, s, kv, j, n, p_.value_dim);
-    t.k_finite = copy_rows<Op>(k, kKeyChunk, T{1}, t.k, k_ld_);
-    copy_rows<Op>(v, kKeyChunk, T{1}, t.v, v_ld_);
-    pack_rows<Op>(k, kKeyChunk, T{1}, t.k_right, kKeyChunk * kPanel<T>, t.fetch);
-    clear(t.dk, kKeyChunk * dk_ld_);
-    clear(t.dv, kKeyChunk * dv_ld_);
+    t.k_finite = copy_rows<Op>(k, kKeyChunk<Op>, T{1}, t.k, k_ld_);
+    copy_rows<Op>(v, kKeyChunk<Op>, T{1}, t.v, v_ld_);
+    transpose_operand<Op>(t.k, k_ld_, kKeyChunk<Op>, p_.head_dim, t.k_columns);
+    clear(t.dk, kKeyChunk<Op> * dk_ld_);
+    clear(t.dv, kKeyChunk<Op> * dv_ld_);
   }
 
   void close_chunk(const Sequence& s, int64_t kv, int64_t c, Scratch& t) {
-    const int64_t j = c * kKeyChunk, n = lesser(kKeyChunk, s.lk - j);
+    const int64_t j = c * kKeyChunk<Op>, n = lesser(kKeyChunk<Op>, s.lk - j);
     for (int64_t r = 0; r < n; ++r) {
       if (p_.dk.data)
         store_row(t.dk + r * dk_ld_, p_.head_dim, s_factor_,
@@ -268,11 +271,23 @@ class Backward {
     }
   }
 
-  void store_dq(const Sequence& s, int64_t h, int64_t i, const T* dq) {
+  // The block of queries from i on, of which `all` holds dQ^T block after block.
+  void store_dq(const Sequence& s, int64_t h, int64_t i, const T* all) {
     if (!p_.dq.data) return;
-    for (int64_t r = i; r < lesser(i + kBlock, s.lq); ++r)
-      store_row(dq + r * dk_ld_, p_.head_dim, static_cast<T>(p_.scale),
-                mutable_row_of(p_.dq, s.entry, h, s.q0 + r), p_.dq.dtype, p_.dq.column);
+    const T* dq = all + i * dq_rows_;
+    for (int64_t r = 0; i + r < s.lq && r < kBlock; r += kLanes<T>) {
+      T line[kLanes<T>][kBlock];
+      for (int64_t d = 0; d < p_.head_dim; d += kBlock) {
+        const int64_t columns = lesser(kBlock, p_.head_dim - d);
+        for (int64_t x = 0; x < columns; x += kLanes<T>)
+          transpose_square<T>(dq + (d + x) * kBlock + r, kBlock, &line[0][x], kBlock);
+        for (int64_t y = 0; y < lesser<int64_t>(kLanes<T>, s.lq - i - r); ++y)
+          store_row(line[y], columns, static_cast<T>(p_.scale),
+                    mutable_row_of(p_.dq, s.entry, h, s.q0 + i + r + y) +
+                        d * p_.dq.column * bytes_of(p_.dq.dtype),
+                    p_.dq.dtype, p_.dq.column);
+      }
+    }
   }
 
   // ---------------------------------------------------------------- the work
@@ -287,43 +302,43 @@ class Backward {
     const Labels<T> query_labels = query_labels_.from(s.row_pad);
     const Head<T> head(p_, sequence, h, key_labels, query_labels);
     const Dropout<T> dropout(p_, h, sequence);
-    const int64_t n = lesser(kBlock, s.lq - i), j0 = c * kKeyChunk;
+    const int64_t n = lesser(kBlock, s.lq - i), j0 = c * kKeyChunk<Op>;
     const int64_t first = greater(j0, head.first_key(i));
-    const int64_t last = lesser(lesser(j0 + kKeyChunk, s.lk), head.last_key(i + n));
+    const int64_t last = lesser(lesser(j0 + kKeyChunk<Op>, s.lk), head.last_key(i + n));
     if (first >= last) return false;
     const PackedQueries<Op> queries = all.from(i, p_.head_dim, p_.value_dim);
     if (p_.bias.data) transpose_bias(head, i, n, j0, t);
 
     // strips are counted from the chunk's start; untouched ones stay out of dQ's product
-    const int64_t begin = floor_to(first - j0, kRows), end = ceil_to(last - j0, kRows);
+    const int64_t begin = floor_to(first - j0, Op::kRows), end = ceil_to(last - j0, Op::kRows);
     bool any = false;
-    for (int64_t r = begin; r < end; r += kRows) {
-      const int64_t j = j0 + r, stop = lesser(j + kRows, s.lk);
+    for (int64_t r = begin; r < end; r += Op::kRows) {
+      const int64_t j = j0 + r, stop = lesser(j + Op::kRows, s.lk);
       bool on = head.any(i, i + n, j / kBlock);
       if ((stop - 1) / kBlock != j / kBlock) on |= head.any(i, i + n, (stop - 1) / kBlock);
       if (on)
         strip(head, dropout, r, j, stop, i, n, queries, t);
       else
-        for (int64_t x = r * kBlock; x < (r + kRows) * kBlock; ++x) t.ds_tile[x] = Element{0};
+        keep_for_dq(r, nullptr, t);
       any |= on;
     }
     if (!any) return false;
     enter();
-    if (p_.dq.data) add_dq(begin, end, n, dq + i * dk_ld_, t);
+    if (p_.dq.data) add_dq(begin, end, n, dq + i * dq_rows_, t);
     return true;
   }
 
-  // kRows keys from j (row r of the chunk) against the queries [i, i + n).
+  // Op::kRows keys from j (row r of the chunk) against the queries [i, i + n).
   void strip(const Head<T>& head, const Dropout<T>& dropout, int64_t r, int64_t j, int64_t stop,
              int64_t i, int64_t n, const PackedQueries<Op>& queries, Scratch& t) {
     const int64_t k_depth = depth_of<Op>(p_.head_dim), v_depth = depth_of<Op>(p_.value_dim);
     const bool softcap = head.has_softcap();
-    product<Op, kRows>(t.k + r * k_ld_, k_ld_, queries.q_columns, kPanel<T> * k_depth, k_depth, t.s,
-                       kBlock, kBlock);
-    if constexpr (Op::kPair > 1) scale_row(t.s, kRows * kBlock, s_factor_);
+    product<Op>(t.k + r * k_ld_, k_ld_, queries.q_columns, kPanel<T> * k_depth, k_depth, t.s,
+                kBlock, kBlock);
+    if constexpr (Op::kPair > 1) scale_row(t.s, Op::kRows * kBlock, s_factor_);
     const bool same_block = (stop - 1) / kBlock == j / kBlock;
-    if (!same_block || stop != j + kRows || !head.plain(i, i + n, j, stop))
-      for (int m = 0; m < kRows; ++m)
+    if (!same_block || stop != j + Op::kRows || !head.plain(i, i + n, j, stop))
+      for (int m = 0; m < Op::kRows; ++m)
         head.column(j + m, i, kBlock, t.s + m * kBlock,
                     p_.bias.data ? t.bias + (r + m) * kBlock : nullptr,
                     softcap ? t.slope + m * kBlock : nullptr);
@@ -334,16 +349,16 @@ class Backward {
     T* kept = t.p;
     if (dropout.active) {
       kept = t.ds;
-      for (int64_t x = 0; x < kRows * kBlock; x += kLanes<T>)
+      for (int64_t x = 0; x < Op::kRows * kBlock; x += kLanes<T>)
         store(t.ds + x, load(t.p + x) * load(t.drop + x));
     }
-    accumulate<Op, kRows>(left(kept, t.p_left), kBlock, queries.g_rows, queries.g_panel, kBlock,
-                          t.dv + r * dv_ld_, dv_ld_, dv_columns_);
+    accumulate<Op>(left(kept, t.p_left), kBlock, queries.g_rows, queries.g_panel, kBlock,
+                   t.dv + r * dv_ld_, dv_ld_, dv_columns_);
 
     // dS = P * (drop * dP - delta), 0 where P is: dP of a hidden key may be NaN
-    product<Op, kRows>(t.v + r * v_ld_, v_ld_, queries.g_columns, kPanel<T> * v_depth, v_depth,
-                       t.ds, kBlock, kBlock);
-    for (int64_t x = 0; x < kRows * kBlock; x += kLanes<T>) {
+    product<Op>(t.v + r * v_ld_, v_ld_, queries.g_columns, kPanel<T> * v_depth, v_depth, t.ds,
+                kBlock, kBlock);
+    for (int64_t x = 0; x < Op::kRows * kBlock; x += kLanes<T>) {
       const Vec<T> p = load(t.p + x);
       Vec<T> dp = load(t.ds + x);
       if (dropout.active) dp *= load(t.drop + x);
@@ -351,26 +366,27 @@ class Backward {
       if (softcap) ds *= load(t.slope + x);
       store(t.ds + x, select<T>(p == Vec<T>{}, Vec<T>{}, ds));
     }
-    accumulate<Op, kRows>(left(t.ds, t.ds_left), kBlock, queries.q_rows, queries.q_panel, kBlock,
-                          t.dk + r * dk_ld_, dk_ld_, dk_columns_);
-    keep_for_dq(r, t);
+    accumulate<Op>(left(t.ds, t.ds_left), kBlock, queries.q_rows, queries.q_panel, kBlock,
+                   t.dk + r * dk_ld_, dk_ld_, dk_columns_);
+    keep_for_dq(r, t.ds, t);
   }
 
   // P^T = exp(S^T - lse) / 2^low.
   void weights(const PackedQueries<Op>& queries, Scratch& t) {
     for (int64_t x = 0; x < kBlock; x += kLanes<T>) {
       const Vec<T> lse = load(queries.lse + x), low = load(queries.low + x);
-      for (int64_t m = 0; m < kRows; ++m)
-        store(t.p + m * kBlock + x, exp2((load(t.s + m * kBlock + x) - lse) * kLog2e<T> - low));
+      for (int64_t m = 0; m < Op::kRows; ++m)
+        store(t.p + m * kBlock + x,
+              exp2<Op::kExpDegree>((load(t.s + m * kBlock + x) - lse) * kLog2e<T> - low));
     }
   }
 
   // Counters come in fours of keys, strips in sixes: generate the fours that cover the strip.
   void drop_factors(const Dropout<T>& dropout, int64_t j, int64_t i, Scratch& t) {
     const int64_t start = floor_to(j, 4), shift = j - start;
-    for (int64_t f = 0; f < shift + kRows; f += 4)
+    for (int64_t f = 0; f < shift + Op::kRows; f += 4)
       dropout.columns(start + f, i, kBlock, t.drop + f * kBlock, kBlock);
-    if (shift) __builtin_memmove(t.drop, t.drop + shift * kBlock, kRows * kBlock * sizeof(T));
+    if (shift) __builtin_memmove(t.drop, t.drop + shift * kBlock, Op::kRows * kBlock * sizeof(T));
   }
 
   // A strip as a left operand: itself, or rounded to pairs.
@@ -378,68 +394,69 @@ class Backward {
     if constexpr (Op::kPair == 1) {
       return strip;
     } else {
-      for (int64_t x = 0; x < kRows * kBlock; x += kLanes<T>)
+      for (int64_t x = 0; x < Op::kRows * kBlock; x += kLanes<T>)
         store_element(rounded + x, load(strip + x));
       return rounded;
     }
   }
 
-  void keep_for_dq(int64_t r, Scratch& t) {
-    if constexpr (Op::kPair == 1) {
-      __builtin_memcpy(t.ds_tile + r * kBlock, t.ds, kRows * kBlock * sizeof(T));
-    } else {
-      for (int64_t m = 0; m < kRows; m += 2)
-        for (int64_t x = 0; x < kBlock; ++x) {
-          Element* pair = t.ds_tile + (r + m) * kBlock + 2 * x;
-          pair[0] = t.ds_left[m * kBlock + x];
-          pair[1] = t.ds_left[(m + 1) * kBlock + x];
-        }
-    }
+  // A strip of dS^T (nullptr: zeros) as rows of the right operand of dQ^T.
+  void keep_for_dq(int64_t r, const T* ds, Scratch& t) {
+    for (int64_t m = 0; m < Op::kRows; m += Op::kPair)
+      for (int64_t x = 0; x < kBlock; x += kPanel<T>) {
+        Element* to = t.ds_right + x * kKeyChunk<Op> + (r + m) * kPanel<T>;
+        if (!ds)
+          __builtin_memset(to, 0, Op::kPair * kPanel<T> * sizeof(Element));
+        else if constexpr (Op::kPair == 1)
+          __builtin_memcpy(to, ds + m * kBlock + x, kPanel<T> * sizeof(Element));
+        else
+          for (int64_t y = 0; y < kPanel<T>; y += kLanes<T>)
+            store_pair(to + 2 * y, load(ds + m * kBlock + x + y),
+                       load(ds + (m + 1) * kBlock + x + y));
+      }
   }
 
-  // dQ += dS K over the rows [begin, end) of the chunk.
+  // dQ^T += K^T dS^T over the rows [begin, end) of the chunk.
   void add_dq(int64_t begin, int64_t end, int64_t n, T* dq, Scratch& t) {
     if (!t.k_finite) {
       add_visible(begin, end, n, dq, t);
       return;
     }
-    for (int64_t q = 0; q < n; q += kQueryRows)
-      accumulate<Op, kQueryRows, true>(t.ds_tile + begin * kBlock + q * Op::kPair, kBlock,
-                                       t.k_right + begin * kPanel<T>, kKeyChunk * kPanel<T>,
-                                       end - begin, dq + q * dk_ld_, dk_ld_, dk_columns_);
+    for (int64_t d = 0; d < p_.head_dim; d += Op::kRows)
+      accumulate<Op>(t.k_columns + d * kKeyChunk<Op> + begin, kKeyChunk<Op>,
+                     t.ds_right + begin * kPanel<T>, kKeyChunk<Op> * kPanel<T>, end - begin,
+                     dq + d * kBlock, kBlock, kBlock);
   }
 
   // The same where K holds NaN or infinities: a key with dS = 0 adds nothing.
   void add_visible(int64_t begin, int64_t end, int64_t n, T* dq, Scratch& t) {
     for (int64_t q = 0; q < n; ++q)
       for (int64_t r = begin; r < end; ++r) {
-        T ds;
-        if constexpr (Op::kPair == 1)
-          ds = t.ds_tile[r * kBlock + q];
-        else
-          ds = from_bf16(t.ds_tile[floor_to(r, 2) * kBlock + 2 * q + r % 2]);
+        const Element* panel = t.ds_right + floor_to(q, kPanel<T>) * kKeyChunk<Op>;
+        const T ds = element(
+            panel[(floor_to(r, Op::kPair) * kPanel<T>)+q % kPanel<T> * Op::kPair + r % Op::kPair]);
         if (ds == 0) continue;
-        for (int64_t d = 0; d < p_.head_dim; ++d) {
-          T k;
-          if constexpr (Op::kPair == 1)
-            k = t.k[r * k_ld_ + d];
-          else
-            k = from_bf16(t.k[r * k_ld_ + d]);
-          dq[q * dk_ld_ + d] += ds * k;
-        }
+        for (int64_t d = 0; d < p_.head_dim; ++d)
+          dq[d * kBlock + q] += ds * element(t.k[r * k_ld_ + d]);
       }
+  }
+  static T element(Element x) {
+    if constexpr (Op::kPair == 1)
+      return x;
+    else
+      return from_bf16(x);
   }
 
   void transpose_bias(const Head<T>& head, int64_t i, int64_t n, int64_t j0, Scratch& t) {
     for (int64_t q = 0; q < kBlock; ++q) {
-      if (q < n) head.bias_row(i + q, j0, kKeyChunk, t.line);
-      for (int64_t r = 0; r < kKeyChunk; ++r) t.bias[r * kBlock + q] = q < n ? t.line[r] : T{0};
+      if (q < n) head.bias_row(i + q, j0, kKeyChunk<Op>, t.line);
+      for (int64_t r = 0; r < kKeyChunk<Op>; ++r) t.bias[r * kBlock + q] = q < n ? t.line[r] : T{0};
     }
   }
 
   const AttentionParams& p_;
   const Team& team_;
-  int64_t group_, k_ld_, v_ld_, dk_ld_, dv_ld_, dk_columns_, dv_columns_;
+  int64_t group_, k_ld_, v_ld_, dq_rows_, dk_ld_, dv_ld_, dk_columns_, dv_columns_;
   T q_factor_, s_factor_;
   Labels<T> key_labels_, query_labels_;
 };

@@ -4,8 +4,9 @@
 // key 0, so that a row's arithmetic depends on the keys that it sees and on nothing else: not on
 // the batch, the threads, the other rows, or how many keys follow.
 
-// A query block of 16 strips reuses a group of keys from L2; a strip's scores (6 x 256) fit in L1.
-constexpr int64_t kRowBlock = 16 * kRows;
+// A block of queries reuses a group of keys from L2; the scores of a strip of it fit in L1.
+template <class Op>
+constexpr int64_t kRowBlock = Op::kTiled ? 4 * Op::kRows : 16 * Op::kRows;
 constexpr int64_t kGroup = 4 * kBlock;
 
 // The keys and values of one (sequence, kv head), ready to multiply with.
@@ -48,7 +49,7 @@ class Forward {
       : p_(p),
         team_(team),
         group_(p.q_heads / greater<int64_t>(p.kv_heads, 1)),
-        q_ld_(ceil_to(p.head_dim, Op::kPair)),
+        q_ld_(depth_of<Op>(p.head_dim)),
         o_ld_(ceil_to(p.value_dim, kPanel<T>)),
         o_columns_(ceil_to(p.value_dim, kLanes<T>)) {}
 
@@ -56,7 +57,7 @@ class Forward {
     // A (sequence, kv head) is packed and used at once by one worker when there are enough of them
     // to share out; else keys are packed for all first.  The arithmetic is the same.
     const int64_t heads = p_.sequences * p_.kv_heads;
-    const int64_t row_blocks = (p_.max_lq + kRowBlock - 1) / kRowBlock;
+    const int64_t row_blocks = (p_.max_lq + kRowBlock<Op> - 1) / kRowBlock<Op>;
     const bool together = heads >= 4 * team_.threads && p_.max_lk <= 1024;
     const int64_t worker_keys = together ? ceil_to(p_.max_lk, kBlock) : 0;
     const int64_t shared_keys = together ? 0 : p_.packed_keys * p_.kv_heads;
@@ -78,12 +79,13 @@ class Forward {
 
     if (together) {
       for_each(team_, heads, [&](int64_t item, int worker) {
+        [[maybe_unused]] typename Op::Unit unit;
         Scratch& t = scratch[worker];
         const int64_t sequence = item / p_.kv_heads, kv = item % p_.kv_heads;
         const Sequence& s = p_.sequence[sequence];
         for (int64_t block = 0; block * kBlock < s.lk; ++block) pack(s, kv, block, t.keys, t.fetch);
         for (int64_t h = kv * group_; h < (kv + 1) * group_; ++h)
-          for (int64_t r = 0; r < s.lq; r += kRowBlock) rows(sequence, h, r, t.keys, t);
+          for (int64_t r = 0; r < s.lq; r += kRowBlock<Op>) rows(sequence, h, r, t.keys, t);
       });
       return;
     }
@@ -96,8 +98,9 @@ class Forward {
     });
     // Longest first where later rows see more keys: the last items to be taken are short ones.
     for_each(team_, row_blocks * p_.sequences * p_.q_heads, [&](int64_t item, int worker) {
+      [[maybe_unused]] typename Op::Unit unit;
       const int64_t all = p_.sequences * p_.q_heads;
-      const int64_t r = (row_blocks - 1 - item / all) * kRowBlock;
+      const int64_t r = (row_blocks - 1 - item / all) * kRowBlock<Op>;
       const int64_t sequence = item % all / p_.q_heads, h = item % p_.q_heads;
       const Sequence& s = p_.sequence[sequence];
       if (r < s.lq) rows(sequence, h, r, at(shared, s, h / group_), scratch[worker]);
@@ -106,28 +109,29 @@ class Forward {
 
  private:
   struct Scratch {
-    Element* q;      // [kRowBlock][q_ld]
-    T* o;            // [kRowBlock][o_ld]
-    T* m;            // [kRowBlock] running maximum
-    T* l;            // [kRowBlock][lanes] running sums
-    T* s;            // [kRows][kGroup] scores, then weights
-    Element* w;      // [kRows][kGroup] weights as an operand (only for pairs)
+    Element* q;      // [kRowBlock<Op>][q_ld]
+    T* o;            // [kRowBlock<Op>][o_ld]
+    T* m;            // [kRowBlock<Op>] running maximum, before `unit`
+    T* l;            // [kRowBlock<Op>][lanes] running sums
+    T* s;            // [Op::kRows][kGroup] scores, then weights
+    Element* w;      // [Op::kRows][kGroup] weights as an operand (only for pairs)
     T* bias;         // [kGroup]
     T* raw;          // [kGroup] a copy of the scores, where values are not finite
     Element* fetch;  // for packing
     PackedKeys<Op> keys;
+    T unit;  // what makes a score in `s` a logit
   };
   struct Run {
     int64_t begin, end;  // columns of the group
   };
 
   void layout(Workspace& w, Scratch& t, int64_t keys) {
-    w.take(t.q, kRowBlock * q_ld_);
-    w.take(t.o, kRowBlock * o_ld_);
-    w.take(t.m, kRowBlock);
-    w.take(t.l, kRowBlock * kLanes<T>);
-    w.take(t.s, kRows * kGroup);
-    w.take(t.w, Op::kPair > 1 ? kRows * kGroup : 0);
+    w.take(t.q, kRowBlock<Op> * q_ld_);
+    w.take(t.o, kRowBlock<Op> * o_ld_);
+    w.take(t.m, kRowBlock<Op>);
+    w.take(t.l, kRowBlock<Op> * kLanes<T>);
+    w.take(t.s, Op::kRows * kGroup);
+    w.take(t.w, Op::kPair > 1 ? Op::kRows * kGroup : 0);
     w.take(t.bias, kGroup);
     w.take(t.raw, kGroup);
     w.take(t.fetch, kLanes<T> * scratch_of<Op>(p_.head_dim) + 2 * o_ld_);
@@ -149,27 +153,30 @@ class Forward {
                                  to.v_panel, fetch);
   }
 
-  // Up to kRowBlock queries of one head, from row r of the sequence on.
+  // Up to kRowBlock<Op> queries of one head, from row r of the sequence on.
   void rows(int64_t sequence, int64_t h, int64_t r, const PackedKeys<Op>& keys, Scratch& t) {
     const Sequence& s = p_.sequence[sequence];
-    const int64_t n = lesser(kRowBlock, s.lq - r), rounded = ceil_to(n, kRows);
+    const int64_t n = lesser(kRowBlock<Op>, s.lq - r), rounded = ceil_to(n, Op::kRows);
     const Labels<T> key_labels = key_labels_.from(s.key_pad);
     const Labels<T> query_labels = query_labels_.from(s.row_pad);
     const Head<T> head(p_, sequence, h, key_labels, query_labels);
     const Dropout<T> dropout(p_, h, sequence);
 
-    // float32 scores are scaled through q; pairs keep q exact and scale the scores
+    // Scores are scaled through q, or, where q is to stay exact, inside the exponential, or, where
+    // something is to be added to them first (or the sign would turn the order), one by one.
+    const bool late = Op::kPair > 1 && p_.scale > 0 && !head.changes_values();
+    t.unit = late ? static_cast<T>(p_.scale) : T{1};
     copy_rows<Op>(Rows{&p_.q, s.entry, h, s.q0 + r, n, p_.head_dim}, rounded,
                   static_cast<T>(p_.scale), t.q, q_ld_);
     for (int64_t x = 0; x < rounded * o_ld_; ++x) t.o[x] = 0;
     for (int64_t x = 0; x < rounded; ++x) t.m[x] = -kInfinity<T>;
     for (int64_t x = 0; x < rounded * kLanes<T>; ++x) t.l[x] = 0;
     if constexpr (Op::kPair > 1)
-      for (int64_t x = 0; x < kRows * kGroup; ++x) t.w[x] = 0;
+      for (int64_t x = 0; x < Op::kRows * kGroup; ++x) t.w[x] = 0;
 
     for (int64_t g = floor_to(head.first_key(r), kGroup); g < head.last_key(r + n); g += kGroup)
-      for (int64_t x = 0; x < n; x += kRows)
-        strip(head, dropout, r + x, lesser<int64_t>(kRows, n - x), x, g, keys, t);
+      for (int64_t x = 0; x < n; x += Op::kRows)
+        strip(head, dropout, r + x, lesser<int64_t>(Op::kRows, n - x), x, g, keys, t);
 
     for (int64_t x = 0; x < n; ++x) finish(s, h, r + x, x, t);
   }
@@ -178,7 +185,8 @@ class Forward {
   void strip(const Head<T>& head, const Dropout<T>& dropout, int64_t i, int64_t n, int64_t x,
              int64_t g, const PackedKeys<Op>& keys, Scratch& t) {
     const int64_t begin = floor_to(greater(g, head.first_key(i)), kPanel<T>);
-    const int64_t end = ceil_to(lesser(g + kGroup, head.last_key(i + n)), kLanes<T>);
+    const int64_t end =
+        ceil_to(lesser(g + kGroup, head.last_key(i + n)), greater<int64_t>(kLanes<T>, Op::kDepth));
     const int64_t depth = depth_of<Op>(p_.head_dim);
     Run runs[kGroup / kBlock];
     int count = 0;
@@ -187,10 +195,10 @@ class Forward {
       const int64_t block = j / kBlock, stop = lesser(end, (block + 1) * kBlock);
       if (!head.any(i, i + n, block)) continue;
       T* s = t.s + (j - g);
-      product<Op, kRows>(t.q + x * q_ld_, q_ld_, keys.k + j * depth, kPanel<T> * depth, depth, s,
-                         kGroup, stop - j);
-      if constexpr (Op::kPair > 1)
-        for (int m = 0; m < kRows; ++m)
+      product<Op>(t.q + x * q_ld_, q_ld_, keys.k + j * depth, kPanel<T> * depth, depth, s, kGroup,
+                  stop - j);
+      if (Op::kPair > 1 && t.unit == 1)
+        for (int m = 0; m < Op::kRows; ++m)
           scale_row(s + m * kGroup, stop - j, static_cast<T>(p_.scale));
       if (!head.plain(i, i + n, j, stop))
         for (int64_t m = 0; m < n; ++m) head.row(i + m, j, stop - j, s + m * kGroup, t.bias);
@@ -201,64 +209,81 @@ class Forward {
         runs[count++] = {j - g, stop - g};
     }
     if (!count) return;
+    // a loop over the rows for each step: the steps of one row wait for each other
+    for (int64_t m = 0; m < n; ++m) raise(runs, count, t.s + m * kGroup, t, x + m);
+    const bool keep = dropout.active || !finite;
     for (int64_t m = 0; m < n; ++m) {
       T* s = t.s + m * kGroup;
+      Element* w = weights(t) + m * kGroup;
       if (!finite) __builtin_memcpy(t.raw, s, kGroup * sizeof(T));
-      softmax(runs, count, s, t, x + m);
-      if (dropout.active) drop(dropout, runs, count, i + m, g, s, t.bias);
-      if constexpr (Op::kPair > 1)
-        for (int c = 0; c < count; ++c)
-          for (int64_t y = runs[c].begin; y < runs[c].end; y += kLanes<T>)
-            store_element(t.w + m * kGroup + y, load(s + y));
+      if (keep)
+        weigh<true>(runs, count, s, w, t, x + m);
+      else
+        weigh<false>(runs, count, s, w, t, x + m);
+      if (dropout.active) drop(dropout, runs, count, i + m, g, s, w, t.bias);
       if (!finite) add_visible(runs, count, g, s, keys, t, x + m);
     }
     if (!finite) return;
     for (int c = 0; c < count; ++c)
-      accumulate<Op, kRows>(weights(t) + runs[c].begin, kGroup,
-                            keys.v + (g + runs[c].begin) * kPanel<T>, keys.v_panel,
-                            runs[c].end - runs[c].begin, t.o + x * o_ld_, o_ld_, o_columns_);
+      accumulate<Op>(weights(t) + runs[c].begin, kGroup, keys.v + (g + runs[c].begin) * kPanel<T>,
+                     keys.v_panel, runs[c].end - runs[c].begin, t.o + x * o_ld_, o_ld_, o_columns_);
   }
 
-  static const Element* weights(const Scratch& t) {
+  static Element* weights(const Scratch& t) {
     if constexpr (Op::kPair > 1)
       return t.w;
     else
       return t.s;
   }
 
-  // One row: raise the running maximum, rescale what was summed, turn scores into weights.
-  void softmax(const Run* runs, int count, T* s, Scratch& t, int64_t row) {
-    Vec<T> best = splat(-kInfinity<T>);
-    for (int c = 0; c < count; ++c)
-      for (int64_t y = runs[c].begin; y < runs[c].end; y += kLanes<T>)
-        best = vmax<T>(load(s + y), best);
-    const T old = t.m[row], m = greater(old, max_lanes<T>(best));
-    // a row that has seen no key keeps m = -inf; a finite pivot makes its weights 0, not NaN
-    const T pivot = m == -kInfinity<T> ? T{0} : m;
-    Vec<T> sum = load(t.l + row * kLanes<T>);
-    if (m > old) {
-      t.m[row] = m;
-      const Vec<T> shrink = exp2(splat((old - m) * kLog2e<T>));
-      sum *= shrink;
-      T* o = t.o + row * o_ld_;
-      for (int64_t d = 0; d < o_columns_; d += kLanes<T>) store(o + d, load(o + d) * shrink);
+  // Raise the running maximum of one row, and rescale what was summed.
+  void raise(const Run* runs, int count, const T* s, Scratch& t, int64_t row) {
+    Vec<T> best[2] = {splat(-kInfinity<T>), splat(-kInfinity<T>)};
+    for (int c = 0; c < count; ++c) {
+      int64_t y = runs[c].begin;
+      for (; y + kLanes<T> < runs[c].end; y += 2 * kLanes<T>) {
+        best[0] = vmax<T>(load(s + y), best[0]);
+        best[1] = vmax<T>(load(s + y + kLanes<T>), best[1]);
+      }
+      if (y < runs[c].end) best[0] = vmax<T>(load(s + y), best[0]);
     }
+    const T old = t.m[row], m = max_lanes<T>(vmax<T>(best[0], best[1]));
+    if (!(m > old)) return;
+    t.m[row] = m;
+    const Vec<T> shrink = exp2(splat(old - m), t.unit * kLog2e<T>);
+    store(t.l + row * kLanes<T>, load(t.l + row * kLanes<T>) * shrink);
+    T* o = t.o + row * o_ld_;
+    for (int64_t d = 0; d < o_columns_; d += kLanes<T>) store(o + d, load(o + d) * shrink);
+  }
+
+  // Turn the scores of one row into weights: `w`, as an operand, and s, too, if kKeep.
+  template <bool kKeep>
+  void weigh(const Run* runs, int count, T* s, Element* w, Scratch& t, int64_t row) {
+    const T unit = t.unit * kLog2e<T>;
+    // a row that has seen no key keeps m = -inf; a finite pivot makes its weights 0, not NaN
+    const Vec<T> pivot = splat(t.m[row] == -kInfinity<T> ? T{0} : t.m[row]);
+    Vec<T> sum = load(t.l + row * kLanes<T>);
     for (int c = 0; c < count; ++c)
+#pragma GCC unroll 2
       for (int64_t y = runs[c].begin; y < runs[c].end; y += kLanes<T>) {
-        const Vec<T> w = exp2((load(s + y) - pivot) * kLog2e<T>);
-        sum += w;
-        store(s + y, w);
+        const Vec<T> weight = exp2<Op::kExpDegree>(load(s + y) - pivot, unit);
+        sum += weight;
+        store_element(w + y, weight);
+        if constexpr (kKeep && Op::kPair > 1) store(s + y, weight);
       }
     store(t.l + row * kLanes<T>, sum);
   }
 
   void drop(const Dropout<T>& dropout, const Run* runs, int count, int64_t i, int64_t g, T* s,
-            T* factors) {
+            Element* w, T* factors) {
     for (int c = 0; c < count; ++c) {
-      const int64_t n = runs[c].end - runs[c].begin, whole = ceil_to(n, 4);
-      const int64_t start = floor_to(runs[c].begin, 4);
-      dropout.row(i, g + start, whole, factors);
-      for (int64_t y = 0; y < n; ++y) s[start + y] *= factors[y];
+      const int64_t n = runs[c].end - runs[c].begin, start = runs[c].begin;
+      dropout.row(i, g + start, ceil_to(n, 4), factors);
+      for (int64_t y = 0; y < n; y += kLanes<T>) {
+        const Vec<T> kept = load(s + start + y) * load(factors + y);
+        store(s + start + y, kept);
+        store_element(w + start + y, kept);
+      }
     }
   }
 
@@ -286,7 +311,7 @@ class Forward {
 
   // Divide by the sum, store the row and its logsumexp.
   void finish(const Sequence& s, int64_t h, int64_t i, int64_t row, Scratch& t) {
-    T m = t.m[row], l = sum_lanes<T>(load(t.l + row * kLanes<T>)), factor = 1;
+    T m = t.m[row] * t.unit, l = sum_lanes<T>(load(t.l + row * kLanes<T>)), factor = 1;
     if (p_.sinks) {  // one more key, with weight but without a value
       const T sink = static_cast<T>(p_.sinks[h]), top = greater(m, sink);
       if (top != -kInfinity<T>) {

@@ -1,11 +1,14 @@
 // Register-tile products: C[M][N vectors] += A[M][depth] * B[depth][N vectors].
 //
 // M x N accumulators stay in registers; B is packed so that one step of depth is contiguous.
-// kRows x kColumns is the largest tile that leaves registers for one step of B and a broadcast:
-// 6 x 4 of 32 registers (AVX-512, Arm), 6 x 2 of 16 (AVX2, SSE2); 12 or more independent
+// kRegisterRows x kColumns is the largest tile that leaves registers for one step of B and a
+// broadcast: 6 x 4 of 32 registers (AVX-512, Arm), 6 x 2 of 16 (AVX2, SSE2); 12 or more independent
 // accumulators hide 2 FMA ports x 4-cycle latency.
+//
+// An operand type says what the elements of A and B are, in kPair of the depth side by side; a
+// product takes kRows rows of A and a depth that is a multiple of kDepth.
 
-constexpr int kRows = 6;
+constexpr int kRegisterRows = 6;
 #if defined(ATTNKIT_ISA_AVX512) || defined(__aarch64__) || defined(ATTNKIT_ISA_WIDE)
 constexpr int kColumns = 4;
 #else
@@ -16,12 +19,17 @@ constexpr int kColumns = 2;
 template <class T>
 constexpr int kPanel = kColumns * kLanes<T>;
 
+// What operand types without a unit of their own have in its place.
+struct NoUnit {};
+
 // Operands kept in the accumulation type.
 template <class T>
 struct Plain {
   using Real = T;
   using Element = T;
-  static constexpr int kPair = 1;
+  using Unit = NoUnit;
+  static constexpr bool kTiled = false;
+  static constexpr int kPair = 1, kDepth = 1, kRows = kRegisterRows, kExpDegree = 5;
 
   static ATTNKIT_INLINE Vec<T> broadcast(const T* a) { return splat(*a); }
   static ATTNKIT_INLINE Vec<T> operand(const T* b) { return load(b); }
@@ -33,7 +41,9 @@ struct Plain {
 struct Bf16Pairs {
   using Real = float;
   using Element = uint16_t;
-  static constexpr int kPair = 2;
+  using Unit = NoUnit;
+  static constexpr bool kTiled = false;
+  static constexpr int kPair = 2, kDepth = 2, kRows = kRegisterRows, kExpDegree = 5;
 
   static ATTNKIT_INLINE IntVec<float> broadcast(const uint16_t* a) {
     int32_t pair;
@@ -102,88 +112,55 @@ ATTNKIT_INLINE void multiply_add(const typename Op::Element* __restrict a, int64
   }
 }
 
-// A is stored transposed: element (m, k) at a[k * lda + m], or, for pairs, at
-// a[(k / 2 * lda + m) * 2 + k % 2].
-template <class Op, int M, int N>
-ATTNKIT_INLINE void multiply_add_transposed(const typename Op::Element* __restrict a, int64_t lda,
-                                            const typename Op::Element* __restrict b, int64_t depth,
-                                            Vec<typename Op::Real> (&c)[M][N]) {
+// The columns of a product, a register tile at a time: body.operator()<vectors>(first column, B).
+template <class Op, class Body>
+ATTNKIT_INLINE void for_column_tiles(const typename Op::Element* b, int64_t panel_stride,
+                                     int64_t columns, const Body& body) {
   using T = typename Op::Real;
-#pragma GCC unroll 2
-  for (int64_t k = 0; k < depth; k += Op::kPair) {
-    decltype(Op::operand(b)) bv[N];
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) bv[n] = Op::operand(b + n * kLanes<T> * Op::kPair);
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-      const auto av = Op::broadcast(a + m * Op::kPair);
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) c[m][n] = Op::step(c[m][n], av, bv[n]);
-    }
-    a += lda * Op::kPair;
-    b += kPanel<T> * Op::kPair;
+  int64_t at = 0;
+  for (; at + kPanel<T> <= columns; at += kPanel<T>, b += panel_stride)
+    body.template operator()<kColumns>(at, b);
+  switch ((columns - at) / kLanes<T>) {
+    case 1:
+      body.template operator()<1>(at, b);
+      break;
+    case 2:
+      if constexpr (kColumns > 2) body.template operator()<2>(at, b);
+      break;
+    case 3:
+      if constexpr (kColumns > 2) body.template operator()<3>(at, b);
+      break;
   }
 }
 
-// to[M][columns] = A * B, columns a multiple of the lanes, B in panels `panel_stride` apart.
-template <class Op, int M>
+// to[kRows][columns] = A * B, columns a multiple of the lanes, B in panels `panel_stride` apart.
+template <class Op>
+  requires(!Op::kTiled)
 ATTNKIT_INLINE void product(const typename Op::Element* a, int64_t lda,
                             const typename Op::Element* b, int64_t panel_stride, int64_t depth,
                             typename Op::Real* to, int64_t ld, int64_t columns) {
   using T = typename Op::Real;
-  int64_t done = 0;
-  for (; done + kPanel<T> <= columns; done += kPanel<T>, b += panel_stride) {
-    Vec<T> c[M][kColumns];
-    clear<M, kColumns, T>(c);
-    multiply_add<Op, M, kColumns>(a, lda, b, depth, c);
-    store_tile<M, kColumns, T>(to + done, ld, c);
-  }
-  const auto rest = [&]<int N>() {
-    Vec<T> c[M][N];
-    clear<M, N, T>(c);
-    multiply_add<Op, M, N>(a, lda, b, depth, c);
-    store_tile<M, N, T>(to + done, ld, c);
-  };
-  switch ((columns - done) / kLanes<T>) {
-    case 1:
-      rest.template operator()<1>();
-      break;
-    case 2:
-      if constexpr (kColumns > 2) rest.template operator()<2>();
-      break;
-    case 3:
-      if constexpr (kColumns > 2) rest.template operator()<3>();
-      break;
-  }
+  for_column_tiles<Op>(b, panel_stride, columns,
+                       [&]<int N>(int64_t at, const typename Op::Element* panel) {
+                         Vec<T> c[Op::kRows][N];
+                         clear<Op::kRows, N, T>(c);
+                         multiply_add<Op, Op::kRows, N>(a, lda, panel, depth, c);
+                         store_tile<Op::kRows, N, T>(to + at, ld, c);
+                       });
 }
 
-// to[M][columns] += A * B.
-template <class Op, int M, bool kTransposed = false>
+// to[kRows][columns] += A * B.
+template <class Op>
+  requires(!Op::kTiled)
 ATTNKIT_INLINE void accumulate(const typename Op::Element* a, int64_t lda,
                                const typename Op::Element* b, int64_t panel_stride, int64_t depth,
                                typename Op::Real* to, int64_t ld, int64_t columns) {
   using T = typename Op::Real;
-  const auto tile = [&]<int N>(int64_t at) {
-    Vec<T> c[M][N];
-    load_tile<M, N, T>(to + at, ld, c);
-    if constexpr (kTransposed)
-      multiply_add_transposed<Op, M, N>(a, lda, b, depth, c);
-    else
-      multiply_add<Op, M, N>(a, lda, b, depth, c);
-    store_tile<M, N, T>(to + at, ld, c);
-  };
-  int64_t done = 0;
-  for (; done + kPanel<T> <= columns; done += kPanel<T>, b += panel_stride)
-    tile.template operator()<kColumns>(done);
-  switch ((columns - done) / kLanes<T>) {
-    case 1:
-      tile.template operator()<1>(done);
-      break;
-    case 2:
-      if constexpr (kColumns > 2) tile.template operator()<2>(done);
-      break;
-    case 3:
-      if constexpr (kColumns > 2) tile.template operator()<3>(done);
-      break;
-  }
+  for_column_tiles<Op>(b, panel_stride, columns,
+                       [&]<int N>(int64_t at, const typename Op::Element* panel) {
+                         Vec<T> c[Op::kRows][N];
+                         load_tile<Op::kRows, N, T>(to + at, ld, c);
+                         multiply_add<Op, Op::kRows, N>(a, lda, panel, depth, c);
+                         store_tile<Op::kRows, N, T>(to + at, ld, c);
+                       });
 }

@@ -6,6 +6,11 @@
 
 #include "../params.h"
 
+// GCC 10 does not know the instructions of AMX.
+#if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
+#define ATTNKIT_KNOWS_AMX
+#endif
+
 namespace attnkit {
 
 // The widest kernels that this processor runs, or those that ATTNKIT_CPU_ISA names.

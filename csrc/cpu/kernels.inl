@@ -1,12 +1,16 @@
 // All CPU kernels for one instruction set.  The including file sets, before it:
 //   ATTNKIT_ISA_NAME      the name that `attnkit info` shows
 //   ATTNKIT_VECTOR_BYTES  16, 32 or 64
-//   ATTNKIT_ISA_AVX2 / _AVX512 / _AVX512_BF16 / _WIDE  which branches of the shims apply
+//   ATTNKIT_ISA_AVX2 / _AVX512 / _AVX512_BF16 / _AMX / _WIDE  which branches of the shims apply
+//   ATTNKIT_TILES         multiply bfloat16 on tile registers (or, without _AMX, as if there were)
 //   ATTNKIT_FLOAT64       also build the float64 kernels (one set of them serves every machine)
 // and opens a namespace of its own.
 
 #include "simd.inl"
 #include "gemm.inl"
+#if defined(ATTNKIT_TILES)
+#include "tiles.inl"
+#endif
 #include "parallel.inl"
 #include "pack.inl"
 #include "philox.inl"
@@ -18,7 +22,9 @@
 #include "decode.inl"
 #include "probe.inl"
 
-#if defined(ATTNKIT_ISA_AVX512_BF16) || defined(ATTNKIT_ISA_WIDE)
+#if defined(ATTNKIT_TILES)
+using Bf16Operand = Bf16Tiles;
+#elif defined(ATTNKIT_ISA_AVX512_BF16) || defined(ATTNKIT_ISA_WIDE)
 using Bf16Operand = Bf16Pairs;
 #else
 using Bf16Operand = Plain<float>;

@@ -140,10 +140,21 @@ ATTNKIT_INLINE bool all_finite(const T* x, int64_t n) {
   for (; d < n; ++d) rest += x[d] * T{0};
   return rest == T{0};
 }
-ATTNKIT_INLINE bool all_finite(const uint16_t* x, int64_t n) {
-  bool finite = true;
-  for (int64_t d = 0; d < n; ++d) finite &= (x[d] & 0x7f80) != 0x7f80;
-  return finite;
+ATTNKIT_INLINE bool all_finite(const uint16_t* x, int64_t n) {  // bfloat16
+  typedef uint16_t Words __attribute__((vector_size(kVectorBytes)));
+  constexpr int64_t kStep = kVectorBytes / 2;
+  constexpr uint16_t kExponent = 0x7f80;
+  Words w, special{};
+  int64_t d = 0;
+  for (; d + kStep <= n; d += kStep) {
+    __builtin_memcpy(&w, x + d, sizeof w);
+    special |= reinterpret_cast<Words>((w & kExponent) == kExponent);
+  }
+  uint64_t parts[kVectorBytes / 8], any = 0;
+  __builtin_memcpy(parts, &special, sizeof parts);
+  for (uint64_t part : parts) any |= part;
+  for (; d < n; ++d) any |= (x[d] & kExponent) == kExponent;
+  return any == 0;
 }
 
 template <class Element>
@@ -205,10 +216,21 @@ ATTNKIT_INLINE void transpose(IntVec<T> (&r)[kLanes<T>]) {
   }
 }
 
-// Depth of a transposed panel: the width, rounded up to whole pairs.
+// to[j][i] = from[i][j], a square of lanes.
+template <class T>
+ATTNKIT_INLINE void transpose_square(const T* from, int64_t ld, T* to, int64_t to_ld) {
+  IntVec<T> square[kLanes<T>];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes<T>; ++i) __builtin_memcpy(&square[i], from + i * ld, kVectorBytes);
+  transpose<T>(square);
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes<T>; ++i) __builtin_memcpy(to + i * to_ld, &square[i], kVectorBytes);
+}
+
+// Depth of a transposed panel: the width, rounded up to what a product takes.
 template <class Op>
 ATTNKIT_INLINE int64_t depth_of(int64_t width) {
-  return ceil_to(width, Op::kPair);
+  return ceil_to(width, Op::kDepth);
 }
 // Elements that one row needs in `fetch` scratch: whole vectors of it are read.
 template <class Op>
@@ -244,6 +266,29 @@ bool pack_transposed(const Rows& rows, int64_t rounded, typename Op::Real factor
   return finite;
 }
 
+// to[c][r] = from[r][c]: `rows` are whole vectors of elements, columns of `from` and rows of `to`
+// are rounded up to the lanes.
+template <class Op>
+void transpose_operand(const typename Op::Element* from, int64_t ld, int64_t rows, int64_t columns,
+                       typename Op::Element* to) {
+  using T = typename Op::Real;
+  for (int64_t r = 0; r < rows; r += kLanes<T> * Op::kPair)
+    for (int64_t c = 0; c < columns; c += kLanes<T>) {
+      if constexpr (Op::kPair == 1) {
+        transpose_square<T>(from + r * ld + c, ld, to + c * rows + r, rows);
+      } else {
+        IntVec<T> square[kLanes<T>];
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes<T>; ++i)
+          square[i] = zip(from + (r + 2 * i) * ld + c, from + (r + 2 * i + 1) * ld + c);
+        transpose<T>(square);
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes<T>; ++i)
+          __builtin_memcpy(to + (c + i) * rows + r, &square[i], kVectorBytes);
+      }
+    }
+}
+
 // Rows as rows: panels of kPanel columns, `panel_stride` elements apart, each [rounded][kPanel]
 // (pairs of rows side by side).  `scratch` holds 2 rows of ceil_to(width, kPanel).
 template <class Op>
@@ -262,9 +307,9 @@ bool pack_rows(const Rows& rows, int64_t rounded, typename Op::Real factor,
       if constexpr (Op::kPair == 1) {
         __builtin_memcpy(out, scratch + c, kWide * sizeof(Element));
       } else {
-        for (int64_t x = 0; x < kWide; ++x) {
-          out[2 * x] = scratch[c + x];
-          out[2 * x + 1] = scratch[padded + c + x];
+        for (int64_t x = 0; x < kWide; x += kLanes<T>) {
+          const IntVec<T> words = zip(scratch + c + x, scratch + padded + c + x);
+          __builtin_memcpy(out + 2 * x, &words, kVectorBytes);
         }
       }
     }
@@ -300,3 +345,12 @@ T delta_of(const AttentionParams& p, int64_t entry, int64_t h, int64_t row) {
 ATTNKIT_INLINE void store_element(float* to, Vec<float> v) { store(to, v); }
 ATTNKIT_INLINE void store_element(double* to, Vec<double> v) { store(to, v); }
 ATTNKIT_INLINE void store_element(uint16_t* to, Vec<float> v) { store_bf16(to, v); }
+
+// Two rows of accumulated values as pairs.
+ATTNKIT_INLINE void store_pair(uint16_t* to, Vec<float> first, Vec<float> second) {
+  uint16_t rows[2][kLanes<float>];
+  store_bf16(rows[0], first);
+  store_bf16(rows[1], second);
+  const IntVec<float> words = zip(rows[0], rows[1]);
+  __builtin_memcpy(to, &words, kVectorBytes);
+}

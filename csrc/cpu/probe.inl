@@ -2,7 +2,7 @@
 
 // Runs `iterations` of independent multiply-adds; returns the floating-point operations done.
 inline int64_t probe_fma(int64_t iterations) {
-  constexpr int kChains = kRows * kColumns;  // as many as a register tile has
+  constexpr int kChains = kRegisterRows * kColumns;  // as many as a register tile has
   Vec<float> c[kChains];
 #pragma GCC unroll 32
   for (int i = 0; i < kChains; ++i) c[i] = splat(1.0f + static_cast<float>(i));

@@ -90,54 +90,77 @@ ATTNKIT_INLINE IntVec<T> iota(int64_t start) {
   return v;
 }
 
-template <class T>
-ATTNKIT_INLINE T sum_lanes(Vec<T> v) {
-  T lane[kLanes<T>];
-  store(lane, v);
-  for (int half = kLanes<T> / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
-  return lane[0];
-}
-
-template <class T>
-ATTNKIT_INLINE T max_lanes(Vec<T> v) {
-  T lane[kLanes<T>];
-  store(lane, v);
-  T best = lane[0];
-  for (int i = 1; i < kLanes<T>; ++i) best = greater(best, lane[i]);
-  return best;
-}
-
 // NaN in `a` is dropped, as the reduction below wants it: exp(NaN - m) brings it back.
 template <class T>
 ATTNKIT_INLINE Vec<T> vmax(Vec<T> a, Vec<T> b) {
+#if defined(ATTNKIT_ISA_AVX512)
+  if constexpr (sizeof(T) == 4) return _mm512_maskz_max_ps(0xffff, a, b);
+#endif
   return a > b ? a : b;
 }
 
-// 2^t for t <= 128.  A degree-6 polynomial on [-1/2, 1/2] (relative error 8e-8) times 2^round(t),
-// and exactly 0 below -126, so that a masked score of -inf has weight 0; NaN stays NaN.
-ATTNKIT_INLINE Vec<float> exp2(Vec<float> t) {
-  using V = Vec<float>;
-  using I = IntVec<float>;
-  constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
-  const V shifted = t + kRound;
-  const V f = t - (shifted - kRound);
-  const I n = reinterpret_cast<I>(shifted) - 0x4B400000;
-  V p = splat(1.534581202e-04f);
-  p = p * f + 1.339993122e-03f;
-  p = p * f + 9.618488957e-03f;
-  p = p * f + 5.550328777e-02f;
-  p = p * f + 2.402264689e-01f;
-  p = p * f + 6.931472057e-01f;
-  p = p * f + 1.0f;
-  const V r = p * reinterpret_cast<V>((n + 127) << 23);
-  const I tiny = t < -126.f;  // false for NaN
-  return reinterpret_cast<V>(reinterpret_cast<I>(r) & ~tiny);
+template <class T, int kBy, int... kIndex>
+ATTNKIT_INLINE Vec<T> rotate(Vec<T> v, std::integer_sequence<int, kIndex...>) {
+  return __builtin_shufflevector(v, v, (kIndex + kBy) % kLanes<T>...);
 }
 
-ATTNKIT_INLINE Vec<double> exp2(Vec<double> t) {
+// Halves onto each other until one lane is left.
+template <class T, int kBy = kLanes<T> / 2, class F>
+ATTNKIT_INLINE T fold(Vec<T> v, const F& join) {
+  v = join(v, rotate<T, kBy>(v, std::make_integer_sequence<int, kLanes<T>>{}));
+  if constexpr (kBy > 1)
+    return fold<T, kBy / 2>(v, join);
+  else
+    return v[0];
+}
+template <class T>
+ATTNKIT_INLINE T sum_lanes(Vec<T> v) {
+  return fold<T>(v, [](Vec<T> a, Vec<T> b) { return a + b; });
+}
+template <class T>
+ATTNKIT_INLINE T max_lanes(Vec<T> v) {
+  return fold<T>(v, [](Vec<T> a, Vec<T> b) { return vmax<T>(a, b); });
+}
+
+// 2^(x * unit) for x * unit <= 128: a polynomial on [-1/2, 1/2], 1 at 0, times 2^round(x * unit);
+// and exactly 0 below -125, so that a masked score of -inf has weight 0.  NaN stays NaN. The
+// relative error is 1e-7 with degree 5, 3e-6 with degree 4.
+template <int kDegree = 5>
+ATTNKIT_INLINE Vec<float> exp2(Vec<float> x, float unit = 1.f) {
+  using V = Vec<float>;
+  constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
+  const V shifted = x * unit + kRound, n = shifted - kRound;
+  const V f = x * unit - n;
+  V p;
+  if constexpr (kDegree == 5) {
+    p = splat(1.326472725e-03f);
+    p = p * f + 9.671512786e-03f;
+    p = p * f + 5.550733744e-02f;
+    p = p * f + 2.402224208e-01f;
+    p = p * f + 6.931469776e-01f;
+  } else {
+    static_assert(kDegree == 4);
+    p = splat(9.582853235e-03f);
+    p = p * f + 5.590642594e-02f;
+    p = p * f + 2.402409862e-01f;
+    p = p * f + 6.931241933e-01f;
+  }
+  p = p * f + 1.0f;
+#if defined(ATTNKIT_ISA_AVX512)
+  // "not less" is true for NaN
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, splat(-125.f), _CMP_NLT_UQ), p, n);
+#else
+  using I = IntVec<float>;
+  const V r = p * reinterpret_cast<V>((reinterpret_cast<I>(shifted) - (0x4B400000 - 127)) << 23);
+  const I tiny = n < -125.f;  // false for NaN
+  return reinterpret_cast<V>(reinterpret_cast<I>(r) & ~tiny);
+#endif
+}
+
+template <int = 5>
+ATTNKIT_INLINE Vec<double> exp2(Vec<double> x, double unit = 1) {
   Vec<double> r;
-  for (int i = 0; i < kLanes<double>; ++i) r[i] = __builtin_exp2(t[i]);
+  for (int i = 0; i < kLanes<double>; ++i) r[i] = __builtin_exp2(x[i] * unit);
   return r;
 }
 
@@ -243,6 +266,15 @@ ATTNKIT_INLINE void store_bf16(uint16_t* p, Vec<float> v) {
   const Simd<float>::HalfVec h = __builtin_convertvector(r, Simd<float>::HalfVec);
   __builtin_memcpy(p, &h, sizeof h);
 #endif
+}
+
+// {first[0], second[0], first[1], ...}, two 16-bit values to a word.
+ATTNKIT_INLINE IntVec<float> zip(const uint16_t* first, const uint16_t* second) {
+  Simd<float>::HalfVec a, b;
+  __builtin_memcpy(&a, first, sizeof a);
+  __builtin_memcpy(&b, second, sizeof b);
+  return __builtin_convertvector(a, IntVec<float>) |
+         (__builtin_convertvector(b, IntVec<float>) << 16);
 }
 
 ATTNKIT_INLINE Vec<float> load_fp16(const uint16_t* p) {
