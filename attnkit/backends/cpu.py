@@ -13,6 +13,14 @@ BUILT = importlib.util.find_spec("attnkit._C") is not None
 if BUILT:
     import attnkit._C  # noqa: F401  (its import registers torch.ops.attnkit)
 
+    _forward, _backward, _decode = (
+        getattr(torch.ops.attnkit, name).default
+        for name in ("cpu_forward", "cpu_backward", "cpu_decode")
+    )
+    # the same without what OpOverload's own call costs; Dynamo knows only the former
+    _forward_now, _backward_now = _forward._op, _backward._op
+
+_tracing = torch.compiler.is_dynamo_compiling
 _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 
@@ -30,7 +38,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionS
     """None, or why these kernels cannot serve the call."""
     if not BUILT:
         return "attnkit was installed without its C++ extension (see `attnkit info`)"
-    if q.device.type != "cpu":
+    if not q.is_cpu:
         return f"query is on {q.device}, not on the CPU"
     if q.dtype not in _DTYPES:
         return f"dtype {q.dtype} is not float32, bfloat16, float16 or float64"
@@ -44,7 +52,8 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
     """out [B, Hq, Lq, Dv] and lse [B, Hq, Lq]."""
-    return torch.ops.attnkit.cpu_forward.default(q, k, v, *args, *spec)
+    call = _forward if _tracing() else _forward_now
+    return call(q, k, v, *args, *spec)  # type: ignore[no-any-return]
 
 
 def backward(
@@ -61,9 +70,8 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of q, k, v, bias (size 1 where it was broadcast), sinks; None where not wanted."""
     needs = (*needs[:3], needs[3] and args.bias is not None, needs[4] and args.sinks is not None)
-    grads = torch.ops.attnkit.cpu_backward.default(
-        dout, dlse, q, k, v, out, lse, *args, *spec, *needs
-    )
+    call = _backward if _tracing() else _backward_now
+    grads = call(dout, dlse, q, k, v, out, lse, *args, *spec, *needs)
     dq, dk, dv, dbias, dsinks = (
         g if wanted else None for g, wanted in zip(grads, needs, strict=True)
     )
@@ -74,7 +82,7 @@ def decode(
     q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
     """Attention of new queries over a cache k, v [B, Hkv, capacity, .] of args.lengths keys."""
-    return torch.ops.attnkit.cpu_decode.default(q, k, v, *args, *spec)
+    return _decode(q, k, v, *args, *spec)  # type: ignore[no-any-return]
 
 
 def _like(q: Tensor, last: int) -> Tensor:
