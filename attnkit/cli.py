@@ -26,6 +26,7 @@ DTYPES = {
     "fp64": torch.float64,
 }
 DEMO_MODULES = ("babel", "tokenizers", "rich", "matplotlib")  # of the extra attnkit[demo]
+GENERATE_MODULES = ("tokenizers",)
 RECIPES = {  # modules with SUMMARY, MODULES, Options and main(options, console)
     "translate": "attnkit.recipes.translate",
     "lm": "attnkit.recipes.language_model",
@@ -87,9 +88,20 @@ def build_parser() -> argparse.ArgumentParser:
     train.set_defaults(run=run_train, parser=train)
 
     generate = commands.add_parser(
-        "generate", help="write text with a trained model", add_help=False
+        "generate",
+        help="write text with a trained model",
+        description="Write text with the model of a run, and show it as it comes.",
     )
-    generate.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add = generate.add_argument
+    add("--model", type=Path, required=True, help="folder of a run, such as runs/lm")
+    add("--prompt", default="", help="how the text begins; for a translation, its source")
+    add("--max-length", type=int, metavar="N", help="the most tokens written (default: all)")
+    add("--num-beams", type=int, default=1, metavar="N", help="of beam search (default: 1)")
+    add("--temperature", type=float, metavar="X", help="draw tokens; lower is tamer")
+    add("--top-k", type=int, metavar="N", help="draw from the N likeliest tokens only")
+    add("--top-p", type=float, metavar="P", help="draw from the likeliest of mass P only")
+    add("--seed", type=int, default=0, metavar="N", help="of what is drawn (default: 0)")
+    add("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
     generate.set_defaults(run=run_generate, parser=generate)
 
     info = commands.add_parser(
@@ -215,19 +227,14 @@ def run_train(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
 
 def run_generate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """``attnkit generate``."""
+    _check_device(parser, options.device)
+    if not _installed("generate", GENERATE_MODULES, extra="train"):
+        return 2
     from attnkit.recipes import generate
     from attnkit.recipes.options import UsageError
 
-    parser = argparse.ArgumentParser(
-        prog="attnkit generate", description="Write text with the model of a run."
-    )
-    generate.add_arguments(parser)
-    flags = parser.parse_args(options.flags)
-    _check_device(parser, flags.device)
-    if not _installed("generate", generate.MODULES, extra="train"):
-        return 2
     try:
-        return generate.main(flags)
+        return generate.main(options)
     except UsageError as error:
         parser.error(str(error))
 

@@ -15,25 +15,10 @@ from attnkit.recipes import runs, subwords
 from attnkit.recipes.options import UsageError
 from attnkit.recipes.subwords import BOS_ID, EOS_ID, Subwords
 
-MODULES = ("tokenizers",)
 _MODELS: dict[str, type[CausalLM] | type[Seq2SeqTransformer]] = {
     "CausalLM": CausalLM,
     "Seq2SeqTransformer": Seq2SeqTransformer,
 }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``attnkit generate``."""
-    add = parser.add_argument
-    add("--model", type=Path, required=True, help="folder of a run, such as runs/lm")
-    add("--prompt", default="", help="how the text begins; for a translation, its source")
-    add("--max-length", type=int, metavar="N", help="the most tokens written (default: all)")
-    add("--num-beams", type=int, default=1, metavar="N", help="of beam search (default: 1)")
-    add("--temperature", type=float, metavar="X", help="draw tokens; lower is tamer")
-    add("--top-k", type=int, metavar="N", help="draw from the N likeliest tokens only")
-    add("--top-p", type=float, metavar="P", help="draw from the likeliest of mass P only")
-    add("--seed", type=int, default=0, metavar="N", help="of what is drawn (default: 0)")
-    add("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
 
 
 def main(options: argparse.Namespace) -> int:

@@ -121,8 +121,9 @@ class TrainingOptions:
         """A flag for each field; those not given leave no trace in the namespace."""
         kinds = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
-            default = "" if field.default in (None, "", False) else f" (default: {field.default})"
-            kind = _without_none(kinds[field.name])
+            kind, default = _without_none(kinds[field.name]), f" (default: {field.default})"
+            if kind is bool or field.default in (None, ""):
+                default = ""
             settings: dict[str, Any] = {"type": kind, "metavar": _metavar(kind)}
             if kind is bool:
                 settings = {"action": argparse.BooleanOptionalAction}
