@@ -421,6 +421,7 @@ def test_a_ring_crops_where_nothing_was_overwritten_and_refuses_elsewhere():
     with pytest.raises(ValueError, match=r"lengths is 4, .* \[3, 5\] .* the last 4.* overwritten"):
         ring.crop(4)
     assert torch.equal(ring.k, before)
+    ring.crop(torch.tensor([9, 5]))  # nothing to forget
     assert ring.lengths.tolist() == [3, 5]
     with pytest.raises(ValueError, match="lengths is -1, expected 0 or more"):
         ring.crop(-1)

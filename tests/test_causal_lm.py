@@ -159,6 +159,7 @@ def naive(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
             slopes = 2.0 ** (-8 * torch.arange(1, c.num_heads + 1) / c.num_heads)
             scores = scores - slopes[:, None, None] * (i[:, None] - i)
         if c.positions == "relative":
+            assert not model.positions.bidirectional
             scores = scores + model.positions(i, i)[0]
         window = c.windows(c.num_layers)[n] or length
         hidden = (i > i[:, None]) | (i <= i[:, None] - window)

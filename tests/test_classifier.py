@@ -86,6 +86,7 @@ def test_pooling_is_what_its_name_says():
 
 def test_every_token_counts_for_every_other():
     """An encoder looks both ways, and as far as its windows together reach."""
+    assert model_of(positions="relative").positions.bidirectional
     (row,) = rows_of(8)
     for changes, reach in (({}, 7), ({"window": 2}, 2), ({"window": (3, 1)}, 2)):
         model = model_of(pooling="first", **changes)
