@@ -117,6 +117,17 @@ def test_early_stopping_stops_sooner_and_may_miss_the_best():
     assert late.scores[0] > soon.scores[0]
 
 
+def test_only_ends_that_are_among_the_best_count_for_early_stopping():
+    def next_logits(tokens):
+        later = {1: [0, 0, 0.1, 0.5, 0.4], 2: [0, 0, 0.45, 0.55, 0]}
+        p = torch.tensor(later.get(tokens.shape[1], [0, 0, 0.97, 0.03, 0]))
+        return p.log().clamp(min=-30).expand(tokens.shape[0], -1)
+
+    # after two tokens 3 3 goes on, 3 eos has ended; 4 eos would not have stayed in the beam
+    out = search(next_logits, 1, options(12, num_beams=2, early_stopping=True))
+    assert row(out, 0) == [3, 3, EOS]
+
+
 def test_r78_a_row_that_stopped_early_is_frozen_while_others_go_on():
     def next_logits(tokens):
         logits = hasty(tokens).clone()
@@ -305,7 +316,7 @@ def test_the_best_n_of_beams_wide_enough_are_those_of_brute_force(ends, given, a
             assert out.scores[b, i].item() == pytest.approx(score, abs=1e-5)
 
 
-def endless_search(model, max_length, beams, alpha):
+def endless_search(model, max_length, beams, alpha, eos):
     """The scores of all that a beam of one row finds, in lists, best first; it never stops."""
     live, found = [((), 0.0)], []
     for length in range(1, max_length + 1):
@@ -313,39 +324,42 @@ def endless_search(model, max_length, beams, alpha):
         for said, total in live:
             log = model.row((BOS, *said)).log_softmax(-1).tolist()
             candidates += [((*said, t), total + log[t]) for t in range(model.vocab) if t != PAD]
-        candidates = sorted(candidates, key=lambda c: -c[1])[: 2 * beams]
+        candidates = sorted(candidates, key=lambda c: -c[1])[: (1 + len(eos)) * beams]
         found += [
             (total / length**alpha, list(said))
             for said, total in candidates
-            if said[-1] == EOS or length == max_length
+            if said[-1] in eos or length == max_length
         ]
-        live = [c for c in candidates if c[0][-1] != EOS][:beams]
+        live = [c for c in candidates if c[0][-1] not in eos][:beams]
     return sorted(found, reverse=True)
 
 
+@pytest.mark.parametrize("eos", [(EOS,), (EOS, 3, 4)], ids=str)
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, -0.5])
-def test_beams_stop_when_nothing_can_change_any_more(alpha):
+def test_beams_stop_when_nothing_can_change_any_more(alpha, eos):
     stopped, late = 0, 0
     for seed in range(12):
         model = Hashed(6, seed=seed, scale=2.5)
-        given = {"num_beams": 3, "num_return_sequences": 2, "length_penalty": alpha}
+        given = {"num_beams": 3, "num_return_sequences": 2, "length_penalty": alpha, "eos_id": eos}
         out = search(model, 1, options(8, **given))
         stopped += len(model.calls) < 8
         late += int(out.lengths.max()) > 2
-        for i, (score, said) in enumerate(endless_search(model, 8, 3, alpha)[:2]):
+        for i, (score, said) in enumerate(endless_search(model, 8, 3, alpha, eos)[:2]):
             assert out.tokens[0, i, : int(out.lengths[0, i])].tolist() == said
             assert out.scores[0, i].item() == pytest.approx(score, abs=1e-5)
-    assert late > 2
+    assert late > 2 or len(eos) > 1
     assert stopped > 2 or alpha > 0.5
 
 
 def test_hypotheses_that_do_not_exist_are_empty_and_worth_nothing():
-    given = {"num_beams": 6, "num_return_sequences": 6}
-    out = generate(Toy(Hashed(4)), torch.tensor([[BOS], [3]]), options(1, **given))
+    given = {"num_beams": 6, "num_return_sequences": 6, "pad_id": 3}
+    out = generate(Toy(Hashed(4)), torch.tensor([[BOS], [EOS]]), options(1, **given))
     assert out.tokens.shape == out.log_probs.shape == (2, 6, 1)
     assert out.lengths.tolist() == [[1, 1, 1, 0, 0, 0]] * 2
     assert (out.scores == -torch.inf).tolist() == [[False] * 3 + [True] * 3] * 2
-    assert sorted(out.tokens[0, :, 0].tolist()) == [0, 0, 0, 1, 2, 3]
+    assert sorted(out.tokens[0, :3, 0].tolist()) == [0, 1, 2]
+    assert out.tokens[0, 3:, 0].tolist() == [3, 3, 3]
+    assert not out.log_probs[:, 3:].any()
 
 
 def test_the_prompt_is_run_once_for_each_row_and_the_last_token_not_at_all():

@@ -311,6 +311,8 @@ def test_a_stream_of_nothing_and_wrong_streams():
     assert list(stream(Bigram(TABLE), torch.tensor([[1]]), GenerationOptions(0))) == []
     none = torch.empty(0, 1, dtype=torch.int64)
     assert list(stream(Bigram(TABLE), none, GenerationOptions(4, sample=True))) == []
+    ended = stream(Bigram(TABLE), torch.tensor([[1]]), GenerationOptions(9, eos_id=range(8)))
+    assert len(list(ended)) == 1
     with pytest.raises(ValueError, match="num_beams is 2, expected 1"):
         stream(Bigram(TABLE), torch.tensor([[1]]), GenerationOptions(3, num_beams=2))
     with pytest.raises(ValueError, match="prompt has 0 tokens"):
