@@ -128,6 +128,19 @@ def test_only_ends_that_are_among_the_best_count_for_early_stopping():
     assert row(out, 0) == [3, 3, EOS]
 
 
+def test_ends_do_not_crowd_out_what_goes_on():
+    """The likeliest tokens all end the row, and the best hypothesis begins with the last of all."""
+
+    def next_logits(tokens):
+        first = [1e-9, 0.15, 0.3, 0.25, 0.2, 0.1]
+        flat, sure = [1e-9, 0.2, 0.2, 0.2, 0.2, 0.2], [1e-9, 0.01, 0.96, 0.01, 0.01, 0.01]
+        after = {BOS: first if tokens.shape[1] == 1 else flat, 5: sure}
+        return torch.tensor([after.get(t, flat) for t in tokens[:, -1].tolist()]).log()
+
+    given = {"num_beams": 2, "length_penalty": 4.0, "eos_id": [EOS, 3, 4]}
+    assert row(search(next_logits, 1, options(2, **given)), 0) == [5, EOS]
+
+
 def test_r78_a_row_that_stopped_early_is_frozen_while_others_go_on():
     def next_logits(tokens):
         logits = hasty(tokens).clone()

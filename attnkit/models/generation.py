@@ -41,8 +41,7 @@ def generate(session: Session, prompt: Tensor, options: GenerationOptions) -> Ge
     every = 1 if prompt.device.type == "cpu" else 8
     if options.num_beams > 1:
         return beam_search(session, prompt, options, every)
-    for rows, lengths in _steps(session, prompt, options, every):  # noqa: B007
-        pass
+    *_, (rows, lengths) = _steps(session, prompt, options, every)
     longest = int(lengths.max())
     log_probs = rows.log_probs[:, :longest]
     # in order, so that the width of the batch does not change the rounding
