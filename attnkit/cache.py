@@ -97,11 +97,11 @@ class _Cache:
             filled = self._longest  # what lies behind is never read and need not move
         index = index.to(self.k.device)
         if index.shape[0] == self.k.shape[0]:
-            for old in (self.k[:, :, :filled], self.v[:, :, :filled], self.lengths):
+            for old in (self.k[:, :, :filled], self.v[:, :, :filled]):
                 old.copy_(old.index_select(0, index))
         else:
             self.k, self.v = self.k.index_select(0, index), self.v.index_select(0, index)
-            self.lengths = self.lengths.index_select(0, index)
+        self.lengths = _reordered(self.lengths, index)
 
     def _check(self, k: Tensor, v: Tensor, counts: Tensor | None) -> int:
         """The number of new tokens n, if k, v and counts are what an ``append`` takes."""
@@ -240,7 +240,7 @@ class KVCache(_Cache):
         """
         super().reorder(index)
         if self.keep is not None:
-            self.keep = self.keep.index_select(0, index.to(self.keep.device))
+            self.keep = _reordered(self.keep, index.to(self.keep.device))
 
     def crop(self, lengths: Tensor | int) -> None:
         """Forget the tokens from ``lengths`` (one number, or [B]) on; shorter sequences stay."""
@@ -399,7 +399,7 @@ class RingKVCache(_Cache):
         """Row b becomes what row ``index[b]`` was, as :meth:`KVCache.reorder` does it."""
         super().reorder(index)
         if self.starts is not None:
-            self.starts = self.starts.index_select(0, index.to(self.starts.device))
+            self.starts = _reordered(self.starts, index.to(self.starts.device))
 
     def crop(self, lengths: Tensor | int) -> None:
         """Forget the tokens from ``lengths`` (one number, or [B]) on; shorter sequences stay.
@@ -440,6 +440,11 @@ class RingKVCache(_Cache):
         places = self.capacity - 1 + (ends - self.lengths)[:, None] - back
         self.k.copy_(_take(keys, places))
         self.v.copy_(_take(values, places))
+
+
+def _reordered(old: Tensor, index: Tensor) -> Tensor:
+    new = old.index_select(0, index)
+    return old.copy_(new) if new.shape == old.shape else new
 
 
 def _take(x: Tensor, places: Tensor) -> Tensor:

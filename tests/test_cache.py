@@ -389,7 +389,7 @@ def test_r74_rows_of_different_lengths(backend):
 def test_r74_left_padding_is_hidden_row_by_row(chunks, backend):
     starts = torch.tensor([0, 2, 3, 6], dtype=torch.int32)
     (ring, full), places = pair(4), torch.arange(24)
-    ring = RingKVCache(ring.k, ring.v, ring.lengths, starts)
+    ring = RingKVCache(ring.k, ring.v, ring.lengths, starts.clone())
     full = KVCache(full.k, full.v, full.lengths, places >= starts[:, None])
     seen = 0
     for step, n in enumerate(chunks):

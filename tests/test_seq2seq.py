@@ -472,6 +472,21 @@ def test_a_windowed_encoder_looks_both_ways():
     assert moved.tolist() == [False, False, True, True, True, False]
 
 
+@pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS.keys())
+def test_attention_maps_of_other_positions(changes):
+    """The weights of the layer, since with its values they give its output."""
+    model, pair, caught = model_of(**changes), batch_of(), {}
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    attention = model.decoder[1].self_attn
+    attention.register_forward_hook(lambda m, a, out: caught.update(x=a[0], out=out))
+    maps = model.attention_maps(*pair, kind="self")
+    values = attention.keys_values(caught["x"]).value
+    out = maps @ values.repeat_interleave(maps.shape[1] // values.shape[1], 1)
+    want = attention.out_proj(out.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(caught["out"], want, rtol=1e-4, atol=1e-4)
+
+
 @torch.no_grad()
 def test_a_session_translates_as_generate_does():
     model = model_of()
@@ -486,3 +501,5 @@ def test_a_session_translates_as_generate_does():
             alive = want[:, step] != PAD
             assert torch.equal(fed[alive, 0], want[alive, step])
     assert torch.equal(torch.stack(list(model.stream(src, 5)), 1), want)
+    with pytest.raises(ValueError, match="capacity is 21, expected 1 to 20"):
+        model.session(src, capacity=21)

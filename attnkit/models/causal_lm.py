@@ -117,12 +117,7 @@ class CausalLM(GenerativeModel):
                 ``config.max_length``.
             use_cache: keep keys and values; without, each step runs over the whole prefix anew.
         """
-        limit = self.config.max_length
-        capacity = limit if capacity is None else capacity
-        if not 1 <= capacity <= limit:
-            raise ValueError(
-                f"capacity is {capacity}, expected 1 to {limit}, the config's max_length"
-            )
+        capacity = self._capacity(capacity)
         return _CachedSession(self, capacity) if use_cache else _PlainSession(self)
 
     def generate(
@@ -197,7 +192,7 @@ class CausalLM(GenerativeModel):
         table = self.embedding if self.output is None else self.output
         return F.linear(self.norm(x), cast(Tensor, table.weight))
 
-    def real_tokens(self, prompt: Tensor) -> Tensor:
+    def _real_tokens(self, prompt: Tensor) -> Tensor:
         """Which tokens of a prompt [B, T] are no padding: bool [B, T].
 
         Raises:
@@ -225,7 +220,7 @@ class _CachedSession:
         """See :class:`attnkit.models.generation.Session`."""
         counts = None
         if self.caches is None:
-            keep = self.model.real_tokens(tokens)
+            keep = self.model._real_tokens(tokens)
             self.caches = self.model.start(tokens.shape[0], self.capacity)
             if not bool(keep.all()):
                 tokens = tokens.gather(1, keep.byte().argsort(dim=1, stable=True, descending=True))
@@ -249,7 +244,7 @@ class _PlainSession:
     def extend(self, tokens: Tensor) -> Tensor:
         """See :class:`attnkit.models.generation.Session`."""
         if self.prefix is None:
-            order = self.model.real_tokens(tokens).byte().argsort(dim=1, stable=True)
+            order = self.model._real_tokens(tokens).byte().argsort(dim=1, stable=True)
             self.prefix = tokens.gather(1, order)
         else:
             self.prefix = torch.cat((self.prefix, tokens), dim=1)

@@ -32,6 +32,17 @@ class GenerativeModel(PretrainedModel):
         ids = {"eos_id": self.config.eos_id, "pad_id": self.config.pad_id}
         return GenerationOptions(chosen, **{**ids, **given})
 
+    def _capacity(self, capacity: int | None) -> int:
+        """Room in the caches of a session: what was asked for, or all that positions allow."""
+        limit = self.config.max_length
+        if capacity is None:
+            return limit
+        if not 1 <= capacity <= limit:
+            raise ValueError(
+                f"capacity is {capacity}, expected 1 to {limit}, the config's max_length"
+            )
+        return capacity
+
     def _generate(
         self, session: Session, prompt: Tensor, options: GenerationOptions
     ) -> GenerationOutput:

@@ -168,7 +168,7 @@ class Seq2SeqTransformer(GenerativeModel):
                 ``config.max_length``.
             use_cache: keep keys and values; without, each step decodes the whole prefix anew.
         """
-        capacity = self.config.max_length if capacity is None else capacity
+        capacity = self._capacity(capacity)
         return _Session(self, self.start(src, capacity=capacity if use_cache else None))
 
     def generate(
@@ -213,7 +213,8 @@ class Seq2SeqTransformer(GenerativeModel):
     ) -> tuple[Session, Tensor, GenerationOptions]:
         chosen = self._options(max_length, self.config.max_length, options)
         with evaluating(self):
-            session = self.session(src, capacity=chosen.max_length, use_cache=use_cache)
+            capacity = max(chosen.max_length, 1)
+            session = self.session(src, capacity=capacity, use_cache=use_cache)
         bos = torch.full((src.shape[0], 1), cast(int, self.config.bos_id), device=src.device)
         return session, bos, chosen
 
