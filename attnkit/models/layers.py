@@ -134,7 +134,7 @@ class Attention(nn.Module):
         self, x: Tensor, memory: KeyValue | None, rotate: Rotation | None
     ) -> tuple[Tensor, KeyValue]:
         if memory is None:
-            heads, sizes = self._heads(x, slice(None)), (self.num_heads, self.num_kv_heads)
+            heads, sizes = self._heads(x), (self.num_heads, self.num_kv_heads)
             # split, not sliced: the gradients are then put together by one copy
             if rotate is None:
                 query, key, value = heads.split((*sizes, self.num_kv_heads), dim=2)
@@ -149,10 +149,12 @@ class Attention(nn.Module):
             x = x.reshape(rows, -1, x.shape[-1])
         return self._heads(x, slice(x.shape[-1])).transpose(1, 2), memory
 
-    def _heads(self, x: Tensor, part: slice) -> Tensor:
-        """[B, L, E] through some rows of the projection, as [B, L, heads, D]."""
-        bias = None if self.in_proj_bias is None else self.in_proj_bias[part]
-        return F.linear(x, self.in_proj_weight[part], bias).unflatten(-1, (-1, self.head_dim))
+    def _heads(self, x: Tensor, part: slice | None = None) -> Tensor:
+        """[B, L, E] through the projection, or some rows of it, as [B, L, heads, D]."""
+        weight, bias = self.in_proj_weight, self.in_proj_bias
+        if part is not None:
+            weight, bias = weight[part], None if bias is None else bias[part]
+        return F.linear(x, weight, bias).unflatten(-1, (-1, self.head_dim))
 
 
 class _Block(nn.Module):
