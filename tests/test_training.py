@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from attnkit.models import Seq2SeqConfig, Seq2SeqTransformer
+from attnkit.models import Seq2SeqConfig, Seq2SeqTransformer, label_smoothed_cross_entropy
 from attnkit.recipes import checkpoint
 from attnkit.recipes.batches import Examples
 from attnkit.recipes.options import TrainingOptions, UsageError
@@ -263,3 +263,16 @@ def test_the_best_validation_is_the_earliest_of_the_lowest():
     assert history.stale == 1
     assert History().best is None
     assert History().stale == 0
+
+
+def test_the_sum_of_losses_is_their_mean_times_the_targets():
+    logits, targets = torch.randn(4, 5, 7), torch.randint(0, 7, (4, 5))
+    targets[0, :3] = 0
+    count = int((targets != 0).sum())
+    mean, total = (
+        label_smoothed_cross_entropy(logits, targets, 0.1, 0, reduction=reduction)
+        for reduction in ("mean", "sum")
+    )
+    torch.testing.assert_close(total, mean * count)
+    with pytest.raises(ValueError, match="reduction is 'max', expected 'mean' or 'sum'"):
+        label_smoothed_cross_entropy(logits, targets, reduction="max")

@@ -130,3 +130,31 @@ def test_cells_run_from_white_to_blue(weight, colour):
 )
 def test_milliseconds(seconds, text):
     assert viz.milliseconds(seconds) == text
+
+
+def test_a_confusion_matrix_shows_shares_of_its_rows(tmp_path):
+    path = viz.confusion_matrix([[8, 0], [1, 1]], ["yes", "no"], tmp_path / "a.png", title="t")
+    pixels = picture(path)
+    white, dark = (1.0, 1.0, 1.0), (0x08 / 255, 0x30 / 255, 0x6B / 255)
+    dark_rows, dark_columns = (
+        abs(pixels[..., :3] - torch.tensor(dark).numpy()).max(-1) < 0.02
+    ).nonzero()
+    assert len(dark_rows) > 500  # the one cell whose row has nothing else
+    assert dark_rows.max() < 0.6 * pixels.shape[0]
+    assert dark_columns.max() < 0.75 * pixels.shape[1]
+    assert tuple(pixels[0, 0, :3]) == white
+    with pytest.raises(ValueError, match="counts is not square, of 2 classes"):
+        viz.confusion_matrix([[1, 2], [3]], ["a", "b"], path)
+
+
+def test_validation_losses_are_drawn_beside_the_training_loss(tmp_path):
+    def drawn(name, **more):
+        losses = [3.0, 2.0, 1.0]
+        exact = {"validation": [(1, 0.5)]}
+        return picture(viz.training_curves(losses, losses, exact, tmp_path / name, **more))
+
+    green = torch.tensor((0x00, 0x9E, 0x73)).numpy() / 255
+    plain = drawn("a.png", share_label="right (%)")
+    with_losses = drawn("b.png", validation_losses=[(1, 2.5), (3, 1.5)])
+    counts = [int((abs(p[..., :3] - green).max(-1) < 0.02).sum()) for p in (plain, with_losses)]
+    assert counts[1] > counts[0] + 300

@@ -31,11 +31,30 @@ TASKS = ("languages", "both-tokens")
 LABELS_FILE = "labels.txt"
 
 LANGUAGES = {
-    **{"am": "Amharic", "ar": "Arabic", "bn": "Bengali", "el": "Greek", "gu": "Gujarati"},
-    **{"he": "Hebrew", "hi": "Hindi", "hy": "Armenian", "ja": "Japanese", "ka": "Georgian"},
-    **{"km": "Khmer", "kn": "Kannada", "ko": "Korean", "lt": "Lithuanian", "ml": "Malayalam"},
-    **{"my": "Burmese", "pl": "Polish", "ru": "Russian", "ta": "Tamil", "te": "Telugu"},
-    **{"th": "Thai", "tr": "Turkish", "vi": "Vietnamese", "zh": "Chinese"},
+    "am": "Amharic",
+    "ar": "Arabic",
+    "bn": "Bengali",
+    "el": "Greek",
+    "gu": "Gujarati",
+    "he": "Hebrew",
+    "hi": "Hindi",
+    "hy": "Armenian",
+    "ja": "Japanese",
+    "ka": "Georgian",
+    "km": "Khmer",
+    "kn": "Kannada",
+    "ko": "Korean",
+    "lt": "Lithuanian",
+    "ml": "Malayalam",
+    "my": "Burmese",
+    "pl": "Polish",
+    "ru": "Russian",
+    "ta": "Tamil",
+    "te": "Telugu",
+    "th": "Thai",
+    "tr": "Turkish",
+    "vi": "Vietnamese",
+    "zh": "Chinese",
 }
 """CLDR code and English name of the languages of the default task.
 
@@ -105,7 +124,6 @@ def main(options: Options, console: Console) -> int:
         model = run.build(lambda: build(options, subwords.vocab_size, len(names)))
         run.train(model, task)
         if run.processes.first:
-            assert isinstance(model, Classifier)
             (run.model_folder / LABELS_FILE).write_text("\n".join(names) + "\n", encoding="utf-8")
             report(run, model, test, [data.texts[i] for i in parts.test], names)
     return 0

@@ -77,7 +77,6 @@ def main(options: Options, console: Console) -> int:
         model = run.build(lambda: build(options, subwords.vocab_size))
         run.train(model, task)
         if run.processes.first:
-            assert isinstance(model, CausalLM)
             show_samples(run, model, subwords, options)
             own = perplexity(model, windows(test, context, context // 2), options.batch_tokens)
             counted = NGram(training, subwords.vocab_size).perplexity(test)

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
 
 from attnkit import viz
+from attnkit.models.pretrained import PretrainedModel
 from attnkit.recipes import checkpoint, processes, subwords
 from attnkit.recipes.options import TrainingOptions, UsageError
 from attnkit.recipes.processes import Processes
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MODEL = "model"
+
+Model = TypeVar("Model", bound=PretrainedModel)
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,12 @@ class Run:
         self.processes.wait()
         return Subwords.load(self.model_folder)
 
-    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
+    def build(self, make: Callable[[], Model]) -> Model:
         """A new model, the same in every process and for every call with the same seed."""
         torch.manual_seed(self.options.seed)
         return make()
 
-    def train(self, model: nn.Module, task: Task) -> History:
+    def train(self, model: PretrainedModel, task: Task) -> History:
         """Train ``model``, write it and its curve, and say how it went."""
         count = sum(parameter.numel() for parameter in model.parameters())
         self.say(
@@ -89,7 +91,7 @@ class Run:
                 on_validation=on_validation,
             )
         if self.processes.first:
-            model.save_pretrained(self.model_folder)  # type: ignore[operator]
+            model.save_pretrained(self.model_folder)
             self._write_pictures(history)
         self.processes.wait()
         best = history.best

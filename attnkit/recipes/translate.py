@@ -82,7 +82,6 @@ def main(options: Options, console: Console) -> int:
         model = run.build(lambda: build(options, subwords.vocab_size))
         run.train(model, task)
         if run.processes.first:
-            assert isinstance(model, Seq2SeqTransformer)
             report(run, model, subwords, test, options)
     return 0
 
