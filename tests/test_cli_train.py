@@ -1,6 +1,7 @@
 """``attnkit train`` and ``attnkit generate`` from the command line to the files of a run."""
 
 import csv
+import io
 import json
 import os
 import re
@@ -153,10 +154,24 @@ def test_the_default_data_needs_no_file(tmp_path, capsys, task):
     assert re.fullmatch(pattern, last), last
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_bar_is_shown_on_a_terminal_only(runs, tmp_path, terminal):
+    from rich.console import Console
+
+    from attnkit.recipes import classify
+
+    options = classify.Options.from_command_line({"output": tmp_path}, runs[0] / "classify.json")
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=terminal, width=120, highlight=False)
+    assert classify.main(options, console) == 0
+    assert ("6/6" in shown.getvalue()) == terminal
+    assert "accuracy" in shown.getvalue()
+
+
 # --- several processes ---
 
 
-def test_two_processes_train_as_one(runs, tmp_path):
+def test_two_processes_train_as_one(runs, tmp_path, capsys):
     folder, _ = runs
     config = [f"--config={folder / 'translate.json'}", f"--output={tmp_path}"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -184,6 +199,9 @@ def test_two_processes_train_as_one(runs, tmp_path):
             torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-4)
     saved = load_file(tmp_path / "checkpoint.safetensors")
     assert {name for name in saved if name.startswith("random.")} == {"random.0", "random.1"}
+    with pytest.raises(SystemExit):
+        cli.main(["train", "translate", *config, "--resume"])
+    assert re.search(r"there are 1 processes, but .* was written by 2", capsys.readouterr().err)
 
 
 # --- generate ---
