@@ -10,6 +10,7 @@ neither number changes what is learnt, rounding and dropout's draws aside.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -268,6 +269,11 @@ class _Trainer:
 
     # --- checkpoints ---
 
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """Of the training examples, which may be many."""
+        return self.task.training.fingerprint()
+
     def save(self, path: Path) -> None:
         """Write everything that this object is, from the first process."""
         draws = self.processes.gather(checkpoint.random_state(self.processes.device))
@@ -288,7 +294,7 @@ class _Trainer:
                 "validations": [validation._asdict() for validation in history.validations],
                 "seconds": history.seconds,
                 "options": self.options.to_json(),
-                "data": self.task.training.fingerprint(),
+                "data": self.fingerprint,
             }
             checkpoint.save(Checkpoint(tensors, values), path)
         self.processes.wait()
@@ -315,7 +321,7 @@ class _Trainer:
                     f"{name} is {now[name]!r}, but {path} was written with {then.get(name)!r}: "
                     "a run is resumed with the options that it began with"
                 )
-        if saved.values["data"] != self.task.training.fingerprint():
+        if saved.values["data"] != self.fingerprint:
             raise UsageError(f"the training examples are not those that {path} was written with")
         count = len(saved.part("random"))
         if count != self.processes.count:
