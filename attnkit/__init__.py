@@ -27,7 +27,9 @@ __all__ = [
     "varlen_attention",
 ]
 
-_PARTS = frozenset(("backends", "benchmark", "cache", "masks", "models", "nn", "testing", "viz"))
+_PARTS = frozenset(
+    ("backends", "benchmark", "cache", "masks", "models", "nn", "recording", "testing", "viz")
+)
 
 
 def __getattr__(name: str) -> ModuleType:

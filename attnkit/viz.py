@@ -186,6 +186,110 @@ def _token_axes(axis: Axes, one: HeatMap) -> None:
     axis.spines[:].set_visible(False)
 
 
+def head_grid(
+    layers: Sequence[tuple[str, Tensor]],
+    path: str | Path,
+    *,
+    length: tuple[int, int] | None = None,
+    title: str = "",
+    caption: str = "",
+) -> Path:
+    """Write a small map of every head of some layers as a PNG: a row per layer, a column per head.
+
+    Args:
+        layers: (name, weights [H, R, C]) of each; C and R may be fewer than keys and queries
+            (:meth:`attnkit.recording.RecordedAttention.pooled`).
+        path: of the PNG.
+        length: queries and keys, for the ticks; None: R and C.
+        title: of the figure.
+        caption: small text below.
+
+    Each map has colours of its own, from 0 to the largest weight in it: a head that looks at
+    everything alike would be black beside one that looks at one token.
+    """
+    if not layers:
+        raise ValueError("layers is empty, expected at least one")
+    across = max(weights.shape[0] for _, weights in layers)
+    figure = new_figure(1.2 + 1.35 * across, 0.9 + 1.45 * len(layers))
+    axes = figure.subplots(len(layers), across, squeeze=False)
+    for index, (name, weights) in enumerate(layers):
+        queries, keys = weights.shape[1:] if length is None else length
+        for head, axis in enumerate(axes[index]):
+            if head >= weights.shape[0]:
+                axis.set_visible(False)
+                continue
+            axis.imshow(
+                weights[head].detach().float().cpu().numpy(),
+                cmap="cividis",
+                vmin=0.0,
+                aspect="auto",
+                extent=(0, keys, queries, 0),
+                interpolation="nearest",
+            )
+            axis.set_xticks([0, keys])
+            axis.set_yticks([0, queries] if head == 0 else [])
+            axis.tick_params(length=2, labelsize=6.5)
+            if index == 0:
+                axis.set_title(f"head {head}", fontsize=8)
+            if head == 0:
+                axis.set_ylabel(name, fontsize=8)
+    if title:
+        figure.suptitle(title, fontsize=11)
+    return save(figure, path, caption or "queries downwards, keys to the right")
+
+
+def head_summary(
+    layers: Sequence[tuple[str, Sequence[Tensor]]],
+    path: str | Path,
+    *,
+    title: str = "",
+    caption: str = "",
+) -> Path:
+    """Write entropy, distance and share of the first key of every head as a PNG.
+
+    Args:
+        layers: (name, (entropy, distance, first)) of each, [H] each, as a row of
+            :meth:`attnkit.recording.RecordedAttention.summary` has them.
+        path: of the PNG.
+        title: of the figure.
+        caption: small text below.
+    """
+    if not layers:
+        raise ValueError("layers is empty, expected at least one")
+    panels = (
+        ("entropy (nats)", "{:.1f}", None),
+        ("distance (positions)", "{:.3g}", None),
+        ("weight on the first key (%)", "{:.0f}", 100.0),
+    )
+    across = max(len(values[0]) for _, values in layers)
+    figure = new_figure(1.8 + 3 * (0.9 + 0.42 * across), 1.5 + 0.36 * len(layers))
+    for index, (axis, (name, pattern, percent)) in enumerate(
+        zip(figure.subplots(1, 3), panels, strict=True)
+    ):
+        table = [[float(v) * (percent or 1.0) for v in values[index]] for _, values in layers]
+        padded = [row + [math.nan] * (across - len(row)) for row in table]
+        top = percent or max(max(max(row) for row in table), 1e-9)
+        image = axis.imshow(padded, cmap="cividis", vmin=0.0, vmax=top, aspect="auto")
+        for y, row in enumerate(table):
+            for x, value in enumerate(row):
+                ink = "black" if value > 0.55 * top else "white"
+                axis.text(
+                    x, y, pattern.format(value), ha="center", va="center", fontsize=6.5, color=ink
+                )
+        axis.set_title(name, fontsize=9)
+        axis.set_xlabel("head", fontsize=8)
+        axis.set_xticks(range(across))
+        axis.set_yticks(
+            range(len(layers)), [name for name, _ in layers] if index == 0 else [""] * len(layers)
+        )
+        axis.tick_params(length=0, labelsize=7.5)
+        axis.spines[:].set_visible(False)
+        figure.colorbar(image, ax=axis, shrink=0.8, aspect=25).ax.tick_params(labelsize=7)
+    if title:
+        figure.suptitle(title, fontsize=11)
+    return save(figure, path, caption)
+
+
 # --- training ----------------------------------------------------------------------------------
 
 

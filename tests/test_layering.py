@@ -18,6 +18,7 @@ LAYERS = [
     {"__init__"},  # the public names
     {"cache"},
     {"nn", "flash_attn", "integrations"},
+    {"recording"},
     {"models"},
     {"testing", "benchmark", "viz", "recipes"},
     {"cli", "__main__"},

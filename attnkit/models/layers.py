@@ -7,14 +7,14 @@ its input, or adds these to a cache, or is handed them ready-made (cross-attenti
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnkit.cache import KVCache, RingKVCache
-from attnkit.functional import attention, attention_weights
+from attnkit.functional import attention
 from attnkit.masks import Mask, key_padding, sliding_window
 from attnkit.models.config import ModelConfig
 from attnkit.nn import (
@@ -115,14 +115,21 @@ class Attention(nn.Module):
             )
         return cast(Tensor, self.out_proj(out.transpose(1, 2).reshape(x.shape)))
 
-    def weights(
+    def attention_inputs(
         self, x: Tensor, memory: KeyValue | None = None, *, sight: Sight = SEES_ALL
-    ) -> Tensor:
-        """The weights [B, H, L, S] that ``forward`` uses without dropout, computed apart."""
+    ) -> dict[str, Any]:
+        """For :mod:`attnkit.recording`: what ``forward`` would give `attention_weights`."""
         if sight.cache is not None:
             raise ValueError("cache was given: weights are taken from a run without one")
         query, kv = self._project(x, memory, sight.rotate)
-        return attention_weights(query, kv.key, mask=sight.mask, bias=sight.bias, alibi=sight.alibi)
+        return {
+            "kind": "self" if memory is None else "cross",
+            "query": query,
+            "key": kv.key,
+            "mask": sight.mask,
+            "bias": sight.bias,
+            "alibi": sight.alibi,
+        }
 
     def keys_values(self, source: Tensor) -> KeyValue:
         """Keys and values of source [B, S, E], for later use as ``memory``."""

@@ -15,7 +15,6 @@ from attnkit.models.config import Seq2SeqConfig
 from attnkit.models.generation import GenerationOptions, GenerationOutput, Session
 from attnkit.models.generative import GenerativeModel
 from attnkit.models.layers import (
-    Attention,
     Block,
     Cache,
     CrossBlock,
@@ -28,6 +27,7 @@ from attnkit.models.layers import (
     sights,
 )
 from attnkit.models.pretrained import evaluating
+from attnkit.recording import record
 
 
 @dataclass(eq=False)
@@ -228,28 +228,20 @@ class Seq2SeqTransformer(GenerativeModel):
     ) -> Tensor:
         """The weights [B, H, L, S] of one layer when the model scores tgt given src, no dropout.
 
-        ``kind`` "cross": tgt to src, "self": tgt to tgt, "encoder": src to src.  They are taken
-        from the inputs of that layer's attention, by a hook, in a run of ``forward``.
+        ``kind`` "cross": tgt to src, "self": tgt to tgt, "encoder": src to src.  They are
+        recorded in a run of ``forward``; see :mod:`attnkit.recording` for more.
         """
         blocks = self.encoder if kind == "encoder" else self.decoder
         if kind not in ("cross", "self", "encoder"):
             raise ValueError(f"kind is {kind!r}, expected 'cross', 'self' or 'encoder'")
         if not -len(blocks) <= layer < len(blocks):
             raise ValueError(f"layer is {layer}, expected -{len(blocks)} to {len(blocks) - 1}")
-        block = blocks[layer]
-        attention = cast(Attention, block.cross_attn if kind == "cross" else block.self_attn)
-        caught: list[Tensor] = []
-
-        def catch(module: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            caught.append(module.weights(*args, **kwargs))
-
-        handle = attention.register_forward_pre_hook(cast(Any, catch), with_kwargs=True)
-        try:
-            with evaluating(self):
-                self(src, tgt)
-        finally:
-            handle.remove()
-        return caught[0]
+        stack = "encoder" if kind == "encoder" else "decoder"
+        module = "cross_attn" if kind == "cross" else "self_attn"
+        wanted = f"{stack}.{layer % len(blocks)}.{module}"
+        with evaluating(self), record(self, names=lambda name: name == wanted) as layers:
+            self(src, tgt)
+        return layers[0].weights()
 
     def _target_embedding(self) -> nn.Embedding:
         return self.src_embedding if self.tgt_embedding is None else self.tgt_embedding

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,19 +70,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             RuntimeError: a mask or a batch of the wrong size; ``is_causal`` without ``attn_mask``.
             NotImplementedError: nested tensors.
         """
-        batched = self._check(query, key, value, key_padding_mask, attn_mask)
-        if is_causal and attn_mask is None:
-            raise RuntimeError(
-                "Need attn_mask if specifying the is_causal hint: attn_mask is None, expected the "
-                "causal mask, as Transformer.generate_square_subsequent_mask(L) makes it"
-            )
-        q, k, v = self._project(query, key, value)  # [N, H, L, D], [N, H, S, D] twice: views
-        k, v = self._append_keys(k, v)
-
-        if key_padding_mask is not None and not batched:
-            key_padding_mask = key_padding_mask.unsqueeze(0)
-        mask, bias = self._canonical_masks(
-            q, k, attn_mask, key_padding_mask, is_causal, need_weights
+        batched, q, k, v, mask, bias = self._prepare(
+            query, key, value, key_padding_mask, need_weights, attn_mask, is_causal
         )
         dropout_p = self.dropout if self.training else 0.0
         seed = None
@@ -97,6 +87,50 @@ class MultiheadAttention(nn.MultiheadAttention):
                 weights = weights.mean(dim=1)
             weights = weights if batched else weights.squeeze(0)
         return self._merge_heads(out, batched), weights
+
+    def attention_inputs(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> dict[str, Any]:
+        """For :mod:`attnkit.recording`: what ``forward`` would give `attnkit.attention_weights`."""
+        _, q, k, _, mask, bias = self._prepare(
+            query, key, value, key_padding_mask, True, attn_mask, is_causal
+        )
+        kind = "self" if query is key else "cross"
+        return {"kind": kind, "query": q, "key": k, "mask": mask, "bias": bias}
+
+    def _prepare(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+    ) -> tuple[bool, Tensor, Tensor, Tensor, masks.Mask | None, Tensor | None]:
+        """Whether the input is batched; q [N, H, L, D], k, v [N, H, S, D] (views); mask, bias."""
+        batched = self._check(query, key, value, key_padding_mask, attn_mask)
+        if is_causal and attn_mask is None:
+            raise RuntimeError(
+                "Need attn_mask if specifying the is_causal hint: attn_mask is None, expected the "
+                "causal mask, as Transformer.generate_square_subsequent_mask(L) makes it"
+            )
+        q, k, v = self._project(query, key, value)
+        k, v = self._append_keys(k, v)
+        if key_padding_mask is not None and not batched:
+            key_padding_mask = key_padding_mask.unsqueeze(0)
+        mask, bias = self._canonical_masks(
+            q, k, attn_mask, key_padding_mask, is_causal, need_weights
+        )
+        return batched, q, k, v, mask, bias
 
     def _check(
         self,
