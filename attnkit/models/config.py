@@ -178,9 +178,10 @@ class ModelConfig(_Sizes):
                     raise self.wrong(field.name, expected)
             return
         rotated = self.head_dim if self.rope_dim is None else self.rope_dim
+        if self.rope_dim is None and rotated % 2:
+            raise self.wrong("head_dim", "an even number for 'rope': it is d_model / num_heads")
         if rotated % 2 or rotated > self.head_dim:
-            name = "rope_dim" if self.rope_dim is not None else "head_dim"
-            raise self.wrong(name, f"an even number, at most d_model / num_heads, {self.head_dim}")
+            raise self.wrong("rope_dim", f"an even number, at most head_dim, {self.head_dim}")
         if self.rope_scaling is None and self.rope_factor != 1.0:
             raise self.wrong("rope_factor", "1 unless rope_scaling says what to do with it")
         if self.rope_scaling == "ntk" and rotated < 4:

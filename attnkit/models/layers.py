@@ -158,7 +158,8 @@ class Attention(nn.Module):
 
     def _heads(self, x: Tensor, part: slice | None = None) -> Tensor:
         """[B, L, E] through the projection, or some rows of it, as [B, L, heads, D]."""
-        weight, bias = self.in_proj_weight, self.in_proj_bias
+        weight: Tensor = self.in_proj_weight
+        bias: Tensor | None = self.in_proj_bias
         if part is not None:
             weight, bias = weight[part], None if bias is None else bias[part]
         return F.linear(x, weight, bias).unflatten(-1, (-1, self.head_dim))
