@@ -166,7 +166,8 @@ class Backward {
     T *s, *p, *ds;       // [Op::kRows][kBlock] strips of S^T, P^T, dS^T
     T *slope, *drop;     // [Op::kRows][kBlock]
     T* bias;             // [kKeyChunk<Op>][kBlock] the bias, transposed
-    T* line;             // [kKeyChunk<Op>]
+    T* lines;            // [lanes][kKeyChunk<Op>] rows of the bias, or of its gradient
+    T* dbias;            // [kKeyChunk<Op>][kBlock] dS^T before softcap
     Element *p_left, *ds_left;  // [Op::kRows][kBlock] as left operands (only for pairs)
     Element* ds_right;          // [kKeyChunk<Op>][kBlock] dS^T in row panels
     Element* fetch;
@@ -188,7 +189,8 @@ class Backward {
     w.take(t.slope, p_.softcap > 0 ? kStrip : 0);
     w.take(t.drop, p_.dropout > 0 ? (Op::kRows + 6) * kBlock : 0);
     w.take(t.bias, p_.bias.data ? kKeyChunk<Op> * kBlock : 0);
-    w.take(t.line, p_.bias.data ? kKeyChunk<Op> : 0);
+    w.take(t.lines, p_.bias.data ? kLanes<T> * kKeyChunk<Op> : 0);
+    w.take(t.dbias, p_.dbias.data ? kKeyChunk<Op> * kBlock : 0);
     w.take(t.p_left, Op::kPair > 1 ? kStrip : 0);
     w.take(t.ds_left, Op::kPair > 1 ? kStrip : 0);
     w.take(t.ds_right, kKeyChunk<Op> * kBlock);
@@ -319,13 +321,20 @@ class Backward {
       if (on)
         strip(head, dropout, r, j, stop, i, n, queries, t);
       else
-        keep_for_dq(r, nullptr, t);
+        skip(r, t);
       any |= on;
     }
     if (!any) return false;
+    if (p_.dbias.data) store_dbias(s, h, j0, begin, end, i, n, t);
     enter();
     if (p_.dq.data) add_dq(begin, end, n, dq + i * dq_rows_, t);
     return true;
+  }
+
+  // A strip that no query of the block sees.
+  void skip(int64_t r, Scratch& t) {
+    keep_for_dq(r, nullptr, t);
+    if (p_.dbias.data) clear(t.dbias + r * kBlock, Op::kRows * kBlock);
   }
 
   // Op::kRows keys from j (row r of the chunk) against the queries [i, i + n).
@@ -335,14 +344,14 @@ class Backward {
     const bool softcap = head.has_softcap();
     product<Op>(t.k + r * k_ld_, k_ld_, queries.q_columns, kPanel<T> * k_depth, k_depth, t.s,
                 kBlock, kBlock);
-    if constexpr (Op::kPair > 1) scale_row(t.s, Op::kRows * kBlock, s_factor_);
     const bool same_block = (stop - 1) / kBlock == j / kBlock;
-    if (!same_block || stop != j + Op::kRows || !head.plain(i, i + n, j, stop))
+    const bool plain = same_block && stop == j + Op::kRows && head.plain(i, i + n, j, stop);
+    if (!plain)
       for (int m = 0; m < Op::kRows; ++m)
         head.column(j + m, i, kBlock, t.s + m * kBlock,
                     p_.bias.data ? t.bias + (r + m) * kBlock : nullptr,
-                    softcap ? t.slope + m * kBlock : nullptr);
-    weights(queries, t);
+                    softcap ? t.slope + m * kBlock : nullptr, s_factor_);
+    weights(queries, plain ? s_factor_ : T{1}, t);
     if (dropout.active) drop_factors(dropout, j, i, t);
 
     // dV += (P * drop)^T dO
@@ -363,21 +372,23 @@ class Backward {
       Vec<T> dp = load(t.ds + x);
       if (dropout.active) dp *= load(t.drop + x);
       Vec<T> ds = p * (dp - load(queries.delta + x % kBlock));
-      if (softcap) ds *= load(t.slope + x);
-      store(t.ds + x, select<T>(p == Vec<T>{}, Vec<T>{}, ds));
+      ds = select<T>(p == Vec<T>{}, Vec<T>{}, ds);
+      if (p_.dbias.data) store(t.dbias + r * kBlock + x, ds);
+      if (softcap) ds = select<T>(p == Vec<T>{}, Vec<T>{}, ds * load(t.slope + x));
+      store(t.ds + x, ds);
     }
     accumulate<Op>(left(t.ds, t.ds_left), kBlock, queries.q_rows, queries.q_panel, kBlock,
                    t.dk + r * dk_ld_, dk_ld_, dk_columns_);
     keep_for_dq(r, t.ds, t);
   }
 
-  // P^T = exp(S^T - lse) / 2^low.
-  void weights(const PackedQueries<Op>& queries, Scratch& t) {
+  // P^T = exp(unit S^T - lse) / 2^low.
+  void weights(const PackedQueries<Op>& queries, T unit, Scratch& t) {
     for (int64_t x = 0; x < kBlock; x += kLanes<T>) {
       const Vec<T> lse = load(queries.lse + x), low = load(queries.low + x);
       for (int64_t m = 0; m < Op::kRows; ++m)
         store(t.p + m * kBlock + x,
-              exp2<Op::kExpDegree>((load(t.s + m * kBlock + x) - lse) * kLog2e<T> - low));
+              exp2<Op::kExpDegree>((load(t.s + m * kBlock + x) * unit - lse) * kLog2e<T> - low));
     }
   }
 
@@ -448,9 +459,31 @@ class Backward {
   }
 
   void transpose_bias(const Head<T>& head, int64_t i, int64_t n, int64_t j0, Scratch& t) {
-    for (int64_t q = 0; q < kBlock; ++q) {
-      if (q < n) head.bias_row(i + q, j0, kKeyChunk<Op>, t.line);
-      for (int64_t r = 0; r < kKeyChunk<Op>; ++r) t.bias[r * kBlock + q] = q < n ? t.line[r] : T{0};
+    for (int64_t q = 0; q < kBlock; q += kLanes<T>) {
+      for (int64_t y = 0; y < kLanes<T>; ++y) {
+        T* line = t.lines + y * kKeyChunk<Op>;
+        if (q + y < n)
+          head.bias_row(i + q + y, j0, kKeyChunk<Op>, line);
+        else
+          clear(line, kKeyChunk<Op>);
+      }
+      for (int64_t r = 0; r < kKeyChunk<Op>; r += kLanes<T>)
+        transpose_square<T>(t.lines + r, kKeyChunk<Op>, t.bias + r * kBlock + q, kBlock);
+    }
+  }
+
+  // d(bias) of the keys [begin, end) of the chunk, where every entry of it belongs to one score.
+  void store_dbias(const Sequence& s, int64_t h, int64_t j0, int64_t begin, int64_t end, int64_t i,
+                   int64_t n, Scratch& t) {
+    const int64_t columns = lesser(end, s.lk - j0) - begin;
+    for (int64_t q = 0; q < n; q += kLanes<T>) {
+      for (int64_t r = 0; r < kKeyChunk<Op>; r += kLanes<T>)
+        transpose_square<T>(t.dbias + r * kBlock + q, kBlock, t.lines + r, kKeyChunk<Op>);
+      for (int64_t y = 0; y < lesser<int64_t>(kLanes<T>, n - q); ++y)
+        store_row(t.lines + y * kKeyChunk<Op> + begin, columns, T{1},
+                  mutable_row_of(p_.dbias, s.entry, h, i + q + y) +
+                      (j0 + begin) * p_.dbias.column * bytes_of(p_.dbias.dtype),
+                  p_.dbias.dtype, p_.dbias.column);
     }
   }
 

@@ -136,7 +136,7 @@ class BiasGradient {
       for (int64_t x = 0; x < columns; x += kBlock)
         head.row(i + m, j + x, lesser(kBlock, columns - x), score + x, t.bias);
       if (dropout.active) {
-        dropout.row(i + m, j, ceil_to(columns, 4), t.drop);
+        dropout.row(i + m, j, columns, t.drop);
         for (int64_t x = 0; x < columns; x += kLanes<T>)
           store(dp + x, load(dp + x) * load(t.drop + x));
       }

@@ -119,7 +119,7 @@ class Forward {
     T* raw;          // [kGroup] a copy of the scores, where values are not finite
     Element* fetch;  // for packing
     PackedKeys<Op> keys;
-    T unit;  // what makes a score in `s` a logit
+    T early, unit;  // scale of a score before something is added to it, and inside the exponential
   };
   struct Run {
     int64_t begin, end;  // columns of the group
@@ -162,10 +162,11 @@ class Forward {
     const Head<T> head(p_, sequence, h, key_labels, query_labels);
     const Dropout<T> dropout(p_, h, sequence);
 
-    // Scores are scaled through q, or, where q is to stay exact, inside the exponential, or, where
-    // something is to be added to them first (or the sign would turn the order), one by one.
-    const bool late = Op::kPair > 1 && p_.scale > 0 && !head.changes_values();
-    t.unit = late ? static_cast<T>(p_.scale) : T{1};
+    // Scores are scaled through q; where q is to stay exact, inside the exponential, unless
+    // something is added to them first (or the sign would turn their order).
+    const bool late = p_.scale > 0 && !head.changes_values();
+    t.early = Op::kPair == 1 || late ? T{1} : static_cast<T>(p_.scale);
+    t.unit = Op::kPair > 1 && late ? static_cast<T>(p_.scale) : T{1};
     copy_rows<Op>(Rows{&p_.q, s.entry, h, s.q0 + r, n, p_.head_dim}, rounded,
                   static_cast<T>(p_.scale), t.q, q_ld_);
     for (int64_t x = 0; x < rounded * o_ld_; ++x) t.o[x] = 0;
@@ -197,11 +198,9 @@ class Forward {
       T* s = t.s + (j - g);
       product<Op>(t.q + x * q_ld_, q_ld_, keys.k + j * depth, kPanel<T> * depth, depth, s, kGroup,
                   stop - j);
-      if (Op::kPair > 1 && t.unit == 1)
-        for (int m = 0; m < Op::kRows; ++m)
-          scale_row(s + m * kGroup, stop - j, static_cast<T>(p_.scale));
-      if (!head.plain(i, i + n, j, stop))
-        for (int64_t m = 0; m < n; ++m) head.row(i + m, j, stop - j, s + m * kGroup, t.bias);
+      if (t.early != 1 || !head.plain(i, i + n, j, stop))
+        for (int64_t m = 0; m < n; ++m)
+          head.row(i + m, j, stop - j, s + m * kGroup, t.bias, t.early);
       finite &= keys.v_finite[block] != 0;
       if (count && runs[count - 1].end == j - g)
         runs[count - 1].end = stop - g;
@@ -278,7 +277,7 @@ class Forward {
             Element* w, T* factors) {
     for (int c = 0; c < count; ++c) {
       const int64_t n = runs[c].end - runs[c].begin, start = runs[c].begin;
-      dropout.row(i, g + start, ceil_to(n, 4), factors);
+      dropout.row(i, g + start, n, factors);
       for (int64_t y = 0; y < n; y += kLanes<T>) {
         const Vec<T> kept = load(s + start + y) * load(factors + y);
         store(s + start + y, kept);

@@ -391,9 +391,30 @@ Gradients backward(const Tensor& dout, const MaybeTensor& dlse, const Tensor& q,
     sink_sums.assign(p.sequences * p.q_heads * slots, 0.0);
     p.dsinks = sink_sums.data();
   }
-  if (want_dq || want_dk || want_dv || want_dsinks) kernels_for(p.q.dtype).backward(p, team);
+  // A bias of which no entry was broadcast gets its gradient on the way; else in a pass of its own.
+  Tensor dbias = none();
+  bool broadcast = packed;
+  if (want_dbias) {
+    std::array<int64_t, 4> sizes;
+    for (int64_t d = 0; d < 4; ++d) {
+      sizes[d] = bias->stride(d) == 0 ? 1 : bias->size(d);
+      broadcast |= sizes[d] != bias->size(d);
+    }
+    dbias = empty(sizes, bias->scalar_type());
+    if (!broadcast || lengths.has_value() || call.flops == 0) torch::stable::zero_(dbias);
+    p.bias_batch = sizes[0], p.bias_head = sizes[1], p.bias_row = sizes[2];
+    p.bias_column = sizes[3];
+    if (!broadcast) p.dbias = array_of(dbias, "dbias");
+  }
+  const bool direct = want_dbias && !broadcast;
+  if (want_dq || want_dk || want_dv || want_dsinks || direct)
+    kernels_for(p.q.dtype).backward(p, team);
+  if (want_dbias && broadcast) {
+    p.dbias = array_of(dbias, "dbias");
+    kernels_for(p.q.dtype).bias_gradient(p, team);
+  }
 
-  Tensor dsinks = none(), dbias = none();
+  Tensor dsinks = none();
   if (want_dsinks) {
     dsinks = empty<1>({p.q_heads}, sinks->scalar_type());
     for (int64_t h = 0; h < p.q_heads; ++h) {
@@ -405,16 +426,6 @@ Gradients backward(const Tensor& dout, const MaybeTensor& dlse, const Tensor& q,
       else
         static_cast<float*>(dsinks.mutable_data_ptr())[h] = static_cast<float>(sum);
     }
-  }
-  if (want_dbias) {
-    std::array<int64_t, 4> sizes;
-    for (int64_t d = 0; d < 4; ++d) sizes[d] = bias->stride(d) == 0 ? 1 : bias->size(d);
-    dbias = empty(sizes, bias->scalar_type());
-    p.dbias = array_of(dbias, "dbias");
-    p.bias_batch = sizes[0], p.bias_head = sizes[1], p.bias_row = sizes[2];
-    p.bias_column = sizes[3];
-    if (lengths.has_value() || call.flops == 0) torch::stable::zero_(dbias);
-    kernels_for(p.q.dtype).bias_gradient(p, team);
   }
   return {dq, dk, dv, dbias, dsinks};
 }

@@ -47,6 +47,15 @@ ATTNKIT_INLINE T load_scalar(const char* p, DType dtype) {
   }
 }
 
+// 0 where a boolean mask says True, else -inf.
+ATTNKIT_INLINE Vec<float> load_bool(const uint8_t* from) {
+  typedef uint8_t Bytes __attribute__((vector_size(kVectorBytes / 4)));
+  Bytes b;
+  __builtin_memcpy(&b, from, sizeof b);
+  const IntVec<float> on = __builtin_convertvector(b, IntVec<float>);
+  return select<float>(on != 0, Vec<float>{}, splat(-kInfinity<float>));
+}
+
 // Values `stride` elements apart, as T.
 template <class T>
 void load_row(const char* from, DType dtype, int64_t stride, int64_t n, T* to) {
@@ -63,6 +72,9 @@ void load_row(const char* from, DType dtype, int64_t stride, int64_t n, T* to) {
         for (; d + kStep <= n; d += kStep) store(to + d, load_bf16(half + d));
       else if (dtype == DType::kFloat16)
         for (; d + kStep <= n; d += kStep) store(to + d, load_fp16(half + d));
+      else if (dtype == DType::kBool)
+        for (; d + kStep <= n; d += kStep)
+          store(to + d, load_bool(reinterpret_cast<const uint8_t*>(from) + d));
     } else if (dtype == DType::kFloat64) {
       __builtin_memcpy(to, from, n * 8);
       d = n;

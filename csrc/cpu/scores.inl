@@ -79,54 +79,82 @@ struct Line {
   const Int* keep = nullptr;     // of lane 0, or nullptr
   const Int* segment = nullptr;  // of lane 0, or nullptr
   Int id = 0;                    // the segment that this line belongs to
-  const T* bias = nullptr;       // of lane 0, or nullptr
-  bool hidden = false;           // the whole line
+  const char* bias = nullptr;    // of lane 0, or nullptr
+  DType bias_dtype = DType::kFloat32;
+  bool hidden = false;  // the whole line
 };
 
-// Softcap, ALiBi, bias and masks on `s`, in place.  `slope`, if given, receives d(logit)/d(score).
 template <class T>
-void finish_scores(const Line<T>& line, T softcap, T alibi, T* s, T* slope) {
+constexpr DType kOwnDType = sizeof(T) == 4 ? DType::kFloat32 : DType::kFloat64;
+
+// Whether load_bias can read it where it lies.
+template <class T>
+ATTNKIT_INLINE bool readable(DType dtype) {
+  return (sizeof(T) == 8) == (dtype == DType::kFloat64);
+}
+template <class T>
+ATTNKIT_INLINE Vec<T> load_bias(const char* from, DType dtype) {
+  if constexpr (sizeof(T) == 4) {
+    if (dtype == DType::kBFloat16) return load_bf16(reinterpret_cast<const uint16_t*>(from));
+    if (dtype == DType::kFloat16) return load_fp16(reinterpret_cast<const uint16_t*>(from));
+    if (dtype == DType::kBool) return load_bool(reinterpret_cast<const uint8_t*>(from));
+  }
+  return load(reinterpret_cast<const T*>(from));
+}
+
+// Scale, softcap, ALiBi and bias on `s`, in place.  `slope`, if given, receives
+// d(logit)/d(scaled score).
+template <class T>
+void change_values(const Line<T>& line, T scale, T softcap, T alibi, T* s, T* slope) {
   const Vec<T> none = splat(-kInfinity<T>);
+  const T inverse = softcap > 0 ? scale / softcap : T{0};
+  const int64_t bias_step = bytes_of(line.bias_dtype);
+  IntVec<T> d = iota<T>(line.first - line.centre);
+  for (int64_t x = 0; x < line.n; x += kLanes<T>, d += kLanes<T>) {
+    Vec<T> v = load(s + x);
+    if (softcap > 0) {
+      const Vec<T> t = tanh(v * inverse);
+      v = t * softcap;
+      if (slope) store(slope + x, 1 - t * t);
+    } else {
+      v *= scale;
+    }
+    if (alibi != 0) v -= alibi * __builtin_convertvector(d < 0 ? -d : d, Vec<T>);
+    if (line.bias) {
+      const Vec<T> b = load_bias<T>(line.bias + x * bias_step, line.bias_dtype);
+      v = select<T>(b == none, none, v + b);  // a bias of -inf hides, even from a score that is NaN
+    }
+    store(s + x, v);
+  }
+}
+
+template <class T>
+void hide(const Line<T>& line, bool edge, T* s) {
+  using Int = typename Simd<T>::Int;
+  const Vec<T> none = splat(-kInfinity<T>);
+  const Int begin = static_cast<Int>(greater<int64_t>(line.begin - line.first, 0));
+  const Int end = static_cast<Int>(greater<int64_t>(lesser(line.end - line.first, line.n), 0));
+  IntVec<T> index = iota<T>(0);
+  for (int64_t x = 0; x < line.n; x += kLanes<T>, index += kLanes<T>) {
+    Vec<T> v = load(s + x);
+    if (edge) v = select<T>((index >= begin) & (index < end), v, none);
+    if (line.keep) v = select<T>(load_int<T>(line.keep + x), v, none);
+    if (line.segment) v = select<T>(load_int<T>(line.segment + x) == line.id, v, none);
+    store(s + x, v);
+  }
+}
+
+// From scores to logits, in place.
+template <class T>
+void finish_scores(const Line<T>& line, T scale, T softcap, T alibi, T* s, T* slope) {
   if (line.hidden) {
-    for (int64_t x = 0; x < line.n; x += kLanes<T>) store(s + x, none);
+    for (int64_t x = 0; x < line.n; x += kLanes<T>) store(s + x, splat(-kInfinity<T>));
     return;
   }
-  if (softcap > 0) {
-    const T inverse = 1 / softcap;
-    for (int64_t x = 0; x < line.n; x += kLanes<T>) {
-      const Vec<T> t = tanh(load(s + x) * inverse);
-      store(s + x, t * softcap);
-      if (slope) store(slope + x, 1 - t * t);
-    }
-  }
-  if (alibi != 0) {
-    IntVec<T> d = iota<T>(line.first - line.centre);
-    for (int64_t x = 0; x < line.n; x += kLanes<T>, d += kLanes<T>) {
-      const IntVec<T> distance = d < 0 ? -d : d;
-      store(s + x, load(s + x) - alibi * __builtin_convertvector(distance, Vec<T>));
-    }
-  }
-  if (line.bias) {
-    for (int64_t x = 0; x < line.n; x += kLanes<T>) {
-      const Vec<T> b = load(line.bias + x);
-      // a bias of -inf hides, even from a score that is NaN
-      store(s + x, select<T>(b == none, none, load(s + x) + b));
-    }
-  }
-  if (line.begin > line.first || line.end < line.first + line.n) {
-    IntVec<T> index = iota<T>(0);
-    using Int = typename Simd<T>::Int;
-    const Int begin = static_cast<Int>(greater<int64_t>(line.begin - line.first, 0));
-    const Int end = static_cast<Int>(greater<int64_t>(lesser(line.end - line.first, line.n), 0));
-    for (int64_t x = 0; x < line.n; x += kLanes<T>, index += kLanes<T>)
-      store(s + x, select<T>((index >= begin) & (index < end), load(s + x), none));
-  }
-  if (line.keep)
-    for (int64_t x = 0; x < line.n; x += kLanes<T>)
-      store(s + x, select<T>(load_int<T>(line.keep + x), load(s + x), none));
-  if (line.segment)
-    for (int64_t x = 0; x < line.n; x += kLanes<T>)
-      store(s + x, select<T>(load_int<T>(line.segment + x) == line.id, load(s + x), none));
+  if (scale != 1 || softcap > 0 || alibi != 0 || line.bias)
+    change_values(line, scale, softcap, alibi, s, slope);
+  const bool edge = line.begin > line.first || line.end < line.first + line.n;
+  if (edge || line.keep || line.segment) hide(line, edge, s);
 }
 
 // The masks and score terms of one (sequence, query head).
@@ -173,35 +201,43 @@ class Head {
            !keys_.segment && !blocks_;
   }
 
-  // Query i against n keys from j, all in one block.
-  void row(int64_t i, int64_t j, int64_t n, T* s, T* bias) const {
+  // Query i against n keys from j, all in one block.  `bias` has room for n values.
+  void row(int64_t i, int64_t j, int64_t n, T* s, T* bias, T scale = T{1}) const {
     Line<T> line{j, n, first_key(i), last_key(i + 1), i + s_.off};
     if (keys_.keep) line.keep = keys_.keep + j;
     if (keys_.segment) line.segment = keys_.segment + j, line.id = queries_.segment[i];
     line.hidden = blocks_ && !flag(i / kBlock, j / kBlock);
-    if (p_.bias.data) line.bias = bias_row(i, j, n, bias);
-    finish_scores(line, softcap_, alibi_, s, static_cast<T*>(nullptr));
+    const Array& b = p_.bias;
+    if (b.data && b.column == 1 && j + n <= s_.lk && readable<T>(b.dtype)) {
+      line.bias = row_of(b, s_.entry, head_, i) + j * bytes_of(b.dtype);
+      line.bias_dtype = b.dtype;
+    } else if (b.data) {
+      bias_row(i, j, n, bias);
+      line.bias = reinterpret_cast<const char*>(bias);
+      line.bias_dtype = kOwnDType<T>;
+    }
+    finish_scores(line, scale, softcap_, alibi_, s, static_cast<T*>(nullptr));
   }
 
   // Key j against n queries from i, all in one block.  `bias` is the matching line, or nullptr.
-  void column(int64_t j, int64_t i, int64_t n, T* s, const T* bias, T* slope) const {
+  void column(int64_t j, int64_t i, int64_t n, T* s, const T* bias, T* slope, T scale) const {
     Line<T> line{i, n, first_query(j), last_query(j + 1), j - s_.off};
     line.hidden =
         j >= s_.lk || (keys_.keep && !keys_.keep[j]) || (blocks_ && !flag(i / kBlock, j / kBlock));
     if (queries_.segment && !line.hidden)
       line.segment = queries_.segment + i, line.id = keys_.segment[j];
-    line.bias = bias;
-    finish_scores(line, softcap_, alibi_, s, slope);
+    line.bias = reinterpret_cast<const char*>(bias);
+    line.bias_dtype = kOwnDType<T>;
+    finish_scores(line, scale, softcap_, alibi_, s, slope);
   }
 
   // The bias of keys [j, j + n) for query i, in `to`; past the last key it is 0.
-  const T* bias_row(int64_t i, int64_t j, int64_t n, T* to) const {
+  void bias_row(int64_t i, int64_t j, int64_t n, T* to) const {
     const Array& b = p_.bias;
     const char* row = row_of(b, s_.entry, head_, i) + j * b.column * bytes_of(b.dtype);
     const int64_t real = lesser(n, s_.lk - j);
     load_row(row, b.dtype, b.column, real, to);
     for (int64_t x = greater<int64_t>(real, 0); x < n; ++x) to[x] = T{0};
-    return to;
   }
 
  private:

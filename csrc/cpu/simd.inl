@@ -148,11 +148,11 @@ ATTNKIT_INLINE Vec<float> exp2(Vec<float> x, float unit = 1.f) {
   p = p * f + 1.0f;
 #if defined(ATTNKIT_ISA_AVX512)
   // "not less" is true for NaN
-  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, splat(-125.f), _CMP_NLT_UQ), p, n);
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, splat(-100.f), _CMP_NLT_UQ), p, n);
 #else
   using I = IntVec<float>;
   const V r = p * reinterpret_cast<V>((reinterpret_cast<I>(shifted) - (0x4B400000 - 127)) << 23);
-  const I tiny = n < -125.f;  // false for NaN
+  const I tiny = n < -100.f;  // false for NaN
   return reinterpret_cast<V>(reinterpret_cast<I>(r) & ~tiny);
 #endif
 }
@@ -170,6 +170,16 @@ ATTNKIT_INLINE double log_of(double x) { return __builtin_log(x); }
 template <class T>
 constexpr T kLog2e = static_cast<T>(1.4426950408889634074);
 
+// 1 / x, for x of at least 1.
+ATTNKIT_INLINE Vec<float> reciprocal(Vec<float> x) {
+#if defined(ATTNKIT_ISA_AVX512)
+  const Vec<float> r = _mm512_rcp14_ps(x);  // 14 bits, and a step of Newton's for the others
+  return r * (2.f - x * r);
+#else
+  return 1.f / x;
+#endif
+}
+
 // tanh: an odd polynomial near 0 (Cephes' coefficients), 1 - 2 / (e^2x + 1) beyond.
 ATTNKIT_INLINE Vec<float> tanh(Vec<float> x) {
   using V = Vec<float>;
@@ -182,7 +192,7 @@ ATTNKIT_INLINE Vec<float> tanh(Vec<float> x) {
   p = p * z - 3.33332819422e-1f;
   const V near = x + x * z * p;
   const V capped = a > 20.f ? splat(20.f) : a;  // NaN stays NaN
-  const V far = 1.f - 2.f / (exp2(capped * (2.f * kLog2e<float>)) + 1.f);
+  const V far = 1.f - 2.f * reciprocal(exp2(capped, 2.f * kLog2e<float>) + 1.f);
   return a < 0.625f ? near : (x < 0.f ? -far : far);
 }
 
