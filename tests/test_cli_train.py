@@ -52,7 +52,8 @@ def write_data(folder):
             "source": str(folder / "src"),
             "target": str(folder / "tgt"),
             "num_beams": 2,
-            "held_out": 0.3,  # several batches to validate with
+            "held_out": 0.3,
+            "batch_tokens": 100,  # several batches to validate with
         },
         "lm": {"text": str(folder / "a.txt"), "context": 32, "samples": 1},
         "classify": {"data": str(folder / "a.tsv")},
