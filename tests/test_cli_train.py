@@ -236,7 +236,7 @@ def test_a_translation_streams_the_same_text_that_one_beam_finds(runs, capsys):
     from attnkit.recipes.translate import translate
 
     found = generated(capsys, model, prompt)
-    loaded, words = generate.load(runs[0] / "translate", "cpu")
+    loaded, words = generate.load(runs[0] / "translate", "cpu", generate.MODELS)
     assert found == translate(loaded, words, ["warm rot 日本"], num_beams=1)[0]
     beams = generated(capsys, model, prompt, "--num-beams=3")
     assert beams == translate(loaded, words, ["warm rot 日本"], num_beams=3)[0]
