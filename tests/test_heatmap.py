@@ -17,7 +17,7 @@ from attnkit.models import (
 pytest.importorskip("tokenizers")
 pytest.importorskip("matplotlib")
 
-from attnkit.recipes import heatmap
+from attnkit.recipes import generate, heatmap
 from attnkit.recipes.subwords import BOS_ID, EOS_ID, Subwords
 
 SOURCE, TARGET = "kalt und\twarm", "cold 日"
@@ -113,6 +113,9 @@ def test_one_head_of_a_single_stack(folder, tmp_path, drawn, model):
     assert options["title"] == "layers.1.self_attn, self-attention"
     assert "".join(one.rows) == "<bos>kalt␣warm" + ("<eos>" if model == "classify" else "")
     assert one.rows == one.columns
+    loaded = generate.load(folder / model, "cpu", heatmap.MODELS)
+    reading = heatmap.read(*loaded, "kalt warm", None, None)
+    torch.testing.assert_close(one.weights, reading.layers[1].weights()[0, 2])
     torch.testing.assert_close(one.weights.sum(-1), torch.ones(len(one.rows)))
     assert bool(one.weights.triu(1).any()) == (model == "classify")
 
