@@ -226,10 +226,13 @@ class KVCache(_Cache):
         """
         self._write(k, v, counts)
         n = k.shape[2]
-        if bias is None:
+        if bias is not None:
+            out = self._attend_biased(query, bias, left, **options)
+        elif counts is not None:  # the last queries may be padding, which is not kept
             out = self._attend(query, self.lengths + n, left=left, **options)
         else:
-            out = self._attend_biased(query, bias, left, **options)
+            self._count(n, None)
+            return self._attend(query, self.lengths, left=left, **options)
         self._count(n, counts)
         return out
 

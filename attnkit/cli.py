@@ -1,4 +1,4 @@
-"""The command ``attnkit``: demo, train, generate, info, explain."""
+"""The command ``attnkit``: demo, train, generate, heatmap, info, explain."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ DTYPES = {
 }
 DEMO_MODULES = ("babel", "tokenizers", "rich", "matplotlib")  # of the extra attnkit[demo]
 GENERATE_MODULES = ("tokenizers",)
+HEATMAP_MODULES = ("tokenizers", "matplotlib")
 RECIPES = {  # modules with SUMMARY, MODULES, Options and main(options, console)
     "translate": "attnkit.recipes.translate",
     "lm": "attnkit.recipes.language_model",
@@ -103,6 +104,36 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, metavar="N", help="of what is drawn (default: 0)")
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
     generate.set_defaults(run=run_generate, parser=generate)
+
+    heatmap = commands.add_parser(
+        "heatmap",
+        help="draw where the heads of a trained model look",
+        description=(
+            "Draw the attention weights of a run's model for one text: those of a layer, or, "
+            "without --layer, small maps of all layers, with a second picture of what their heads "
+            "do (entropy, distance, weight on the first key)."
+        ),
+    )
+    add = heatmap.add_argument
+    add("--model", type=Path, required=True, help="folder of a run, such as runs/translate")
+    add("--text", required=True, help="what the model reads; for a translation, its source")
+    add("--target", help="a translation of the text (default: the model's own)")
+    add("--layer", type=int, metavar="N", help="from 0, or from the end: -1 (default: all)")
+    add("--head", type=int, metavar="N", help="of the layer (default: all)")
+    add(
+        "--kind",
+        choices=("cross", "self", "encoder"),
+        help="of a translation: of target to source (default), of target, of source to itself",
+    )
+    add(
+        *("-o", "--output"),
+        type=Path,
+        default=Path("heatmap.png"),
+        metavar="FILE",
+        help="the picture, a PNG (default: %(default)s)",
+    )
+    add("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
+    heatmap.set_defaults(run=run_heatmap, parser=heatmap)
 
     info = commands.add_parser(
         "info", help="print versions, machine, backends, and why a backend is not available"
@@ -195,7 +226,7 @@ def _check_device(parser: argparse.ArgumentParser, name: str) -> torch.device:
     return device
 
 
-# --- train and generate ------------------------------------------------------------------------
+# --- train, generate, heatmap ------------------------------------------------------------------
 
 
 def run_train(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -235,6 +266,20 @@ def run_generate(parser: argparse.ArgumentParser, options: argparse.Namespace) -
 
     try:
         return generate.main(options)
+    except UsageError as error:
+        parser.error(str(error))
+
+
+def run_heatmap(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """``attnkit heatmap``."""
+    _check_device(parser, options.device)
+    if not _installed("heatmap", HEATMAP_MODULES, extra="train"):
+        return 2
+    from attnkit.recipes import heatmap
+    from attnkit.recipes.options import UsageError
+
+    try:
+        return heatmap.main(options)
     except UsageError as error:
         parser.error(str(error))
 

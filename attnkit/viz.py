@@ -191,6 +191,7 @@ def head_grid(
     path: str | Path,
     *,
     length: tuple[int, int] | None = None,
+    heads: Sequence[int] | None = None,
     title: str = "",
     caption: str = "",
 ) -> Path:
@@ -201,6 +202,7 @@ def head_grid(
             (:meth:`attnkit.recording.RecordedAttention.pooled`).
         path: of the PNG.
         length: queries and keys, for the ticks; None: R and C.
+        heads: their numbers; None counts from 0.
         title: of the figure.
         caption: small text below.
 
@@ -230,7 +232,7 @@ def head_grid(
             axis.set_yticks([0, queries] if head == 0 else [])
             axis.tick_params(length=2, labelsize=6.5)
             if index == 0:
-                axis.set_title(f"head {head}", fontsize=8)
+                axis.set_title(f"head {head if heads is None else heads[head]}", fontsize=8)
             if head == 0:
                 axis.set_ylabel(name, fontsize=8)
     if title:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -156,6 +157,23 @@ def test_a_ratio_is_taken_inside_a_round():
     assert (ratio.low, ratio.median, ratio.high, ratio.best) == (3.0, 3.0, 3.0, 3.0)
     spread = paired_ratio(Samples((1.0,) * 5, 1.0, 1), Samples((1.0, 2.0, 3.0, 4.0, 5.0), 1.0, 1))
     assert (spread.low, spread.median, spread.high) == (2.0, 3.0, 4.0)
+
+
+def test_the_interval_of_a_ratio_is_that_of_its_order_statistics():
+    """The ranks are those of the tables of the sign test, for 95% unless another is given."""
+    expected = {(6, 0.95): 1, (8, 0.95): 1, (9, 0.95): 2, (20, 0.95): 6, (20, 0.99): 4, (5, 0.9): 1}
+    for (n, confidence), k in expected.items():
+        seconds = tuple(float(x) for x in random.Random(n).sample(range(1, n + 1), n))
+        ratio = paired_ratio(Samples((1.0,) * n, 1.0, 1), Samples(seconds, 1.0, 1))
+        assert ratio.rounds == tuple(range(1, n + 1))
+        assert ratio.interval(confidence) == (k, n + 1 - k)
+    ratio = paired_ratio(Samples((1.0,) * 5, 1.0, 1), Samples((1.0,) * 5, 1.0, 1))
+    with pytest.raises(ValueError, match=r"confidence is 0.95, expected less with 5 rounds"):
+        ratio.interval()
+    with pytest.raises(
+        ValueError, match=r"confidence is 1.0, expected more than 0 and less than 1"
+    ):
+        ratio.interval(1.0)
 
 
 def test_samples_of_different_comparisons_are_not_paired():

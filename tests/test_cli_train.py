@@ -52,7 +52,8 @@ def write_data(folder):
             "source": str(folder / "src"),
             "target": str(folder / "tgt"),
             "num_beams": 2,
-            "held_out": 0.1,
+            "held_out": 0.3,
+            "batch_tokens": 100,  # several batches to validate with
         },
         "lm": {"text": str(folder / "a.txt"), "context": 32, "samples": 1},
         "classify": {"data": str(folder / "a.tsv")},
@@ -186,11 +187,14 @@ def test_two_processes_train_as_one(runs, tmp_path, capsys):
     lines = done.stdout.splitlines()
     assert re.fullmatch(LAST_LINES["translate"], lines[-1]), lines
     assert len([line for line in lines if line.startswith("step ")]) == 2  # one process prints
-    curves = []
+    losses, validations = [], []
     for path in (folder / "translate" / "curve.csv", tmp_path / "curve.csv"):
         with path.open() as file:
-            curves.append([float(row["loss"]) for row in csv.DictReader(file)])
-    assert curves[0] == pytest.approx(curves[1], rel=1e-5)
+            rows = list(csv.DictReader(file))
+        losses.append([float(row["loss"]) for row in rows])
+        validations.append([float(row["validation_loss"] or 0) for row in rows])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert validations[0] == pytest.approx(validations[1], rel=1e-5)
     files = (p / "model" / "model.safetensors" for p in (folder / "translate", tmp_path))
     one, two = map(load_file, files)
     for name, tensor in one.items():
@@ -232,7 +236,7 @@ def test_a_translation_streams_the_same_text_that_one_beam_finds(runs, capsys):
     from attnkit.recipes.translate import translate
 
     found = generated(capsys, model, prompt)
-    loaded, words = generate.load(runs[0] / "translate", "cpu")
+    loaded, words = generate.load(runs[0] / "translate", "cpu", generate.MODELS)
     assert found == translate(loaded, words, ["warm rot 日本"], num_beams=1)[0]
     beams = generated(capsys, model, prompt, "--num-beams=3")
     assert beams == translate(loaded, words, ["warm rot 日本"], num_beams=3)[0]

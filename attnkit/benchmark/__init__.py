@@ -27,6 +27,7 @@ from attnkit.benchmark.machine import (
     describe_machine,
     describe_versions,
     git_commit,
+    headline,
 )
 from attnkit.benchmark.memory import MemoryMeter, MemoryUse, loglog_slope, peak_growth
 from attnkit.benchmark.numeric import TOLERANCE, Truth, WrongResult, check, errors, truth
@@ -88,6 +89,7 @@ __all__ = [
     "feasible",
     "flops_probe",
     "git_commit",
+    "headline",
     "implementation",
     "loglog_slope",
     "make_inputs",

@@ -79,6 +79,14 @@ def describe_versions() -> Versions:
     )
 
 
+def headline(machine: Machine, versions: Versions) -> str:
+    """Both in one line, to stand above a table."""
+    return (
+        f"{machine.cpu}, {machine.threads} of {machine.cores} cores, {machine.instruction_set}; "
+        f"torch {versions.torch}, Python {versions.python}, {versions.compiler or 'no extension'}"
+    )
+
+
 def git_commit(package: Path = PACKAGE) -> str | None:
     """The commit of the checkout that holds ``package``, with ``+changes`` if it was edited.
 

@@ -30,6 +30,7 @@ from attnkit.benchmark.machine import (
     describe_machine,
     describe_versions,
     git_commit,
+    headline,
 )
 from attnkit.benchmark.probes import Peak
 from attnkit.benchmark.timing import Ratio, Samples, paired_ratio
@@ -186,11 +187,8 @@ class Results:
 
 def markdown(results: Results, baseline: str = "torch") -> str:
     """A table of the rows, with the machine above and what was skipped below."""
-    machine, versions = results.machine, results.versions
     lines = [
-        f"{machine.cpu}, {machine.threads} of {machine.cores} cores, {machine.instruction_set}; "
-        f"torch {versions.torch}, Python {versions.python}, {versions.compiler or 'no extension'}; "
-        f"{results.created}",
+        f"{headline(results.machine, results.versions)}; {results.created}",
         "",
         "| case | operation | implementation | median ms | best ms | GF/s | of peak "
         f"| x {baseline} (middle half) | extra MiB | row error |",

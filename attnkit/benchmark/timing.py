@@ -58,6 +58,26 @@ class Ratio:
     low: float  # first quartile of the rounds
     high: float  # third quartile of the rounds
     best: float  # from the fastest call of either side
+    rounds: tuple[float, ...]  # in order of size
+
+    def interval(self, confidence: float = 0.95) -> tuple[float, float]:
+        """Bounds of the true median, which lies between them with ``confidence`` at least.
+
+        The k-th smallest and the k-th largest round, for the largest k with
+        2 P(X < k) <= 1 - confidence, X ~ Binomial(rounds, 1 / 2): nothing is assumed of the
+        distribution but that rounds are independent (Thompson 1936).
+
+        Raises:
+            ValueError: confidence outside 0 to 1, or more than the rounds allow: 0.95 needs 6.
+        """
+        if not 0.0 < confidence < 1.0:
+            raise ValueError(f"confidence is {confidence}, expected more than 0 and less than 1")
+        n, k = len(self.rounds), 0
+        while 2 * sum(math.comb(n, x) for x in range(k + 1)) <= (1 - confidence) * 2**n:
+            k += 1
+        if k == 0:
+            raise ValueError(f"confidence is {confidence}, expected less with {n} rounds")
+        return self.rounds[k - 1], self.rounds[n - k]
 
 
 @dataclass(frozen=True)
@@ -80,9 +100,9 @@ def paired_ratio(ours: Samples, baseline: Samples) -> Ratio:
             f"ours has {len(ours.seconds)} rounds, baseline has {len(baseline.seconds)}: "
             "only samples of one comparison are paired"
         )
-    ratios = [b / a for a, b in zip(ours.seconds, baseline.seconds, strict=True)]
+    ratios = sorted(b / a for a, b in zip(ours.seconds, baseline.seconds, strict=True))
     low, middle, high = quartiles(ratios)
-    return Ratio(median=middle, low=low, high=high, best=baseline.best / ours.best)
+    return Ratio(middle, low, high, best=baseline.best / ours.best, rounds=tuple(ratios))
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

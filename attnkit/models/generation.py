@@ -71,15 +71,19 @@ def stream(session: Session, prompt: Tensor, options: GenerationOptions) -> Iter
 def _steps(
     session: Session, prompt: Tensor, options: GenerationOptions, every: int
 ) -> Iterator[tuple[Rows, Tensor]]:
-    """The rows and their lengths [B] after each token; every so many it is seen if all ended."""
+    """The rows and their lengths [B] after each token; every so many it is seen if all ended.
+
+    A row that has not ended has the length ``max_length``.
+    """
     batch, device = prompt.shape[0], prompt.device
     if batch == 0:
         return
     if options.samples:
         u = uniforms(_seeds(options, batch), options.max_length).to(device)
     alive = torch.ones(batch, dtype=torch.bool, device=device)
-    lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+    lengths = torch.full((batch,), options.max_length, dtype=torch.int64, device=device)
     rows, fed = None, prompt
+    all_alive, done = True, False  # as far as the host has seen
     for step in range(options.max_length):
         logits = session.extend(fed)
         if rows is None:
@@ -90,14 +94,19 @@ def _steps(
             token = draw(kept, u[:, step])
         else:
             token = log_p.argmax(dim=-1)
-        log_prob = log_p.gather(1, token[:, None])[:, 0].masked_fill(~alive, 0.0)
-        token = token.masked_fill(~alive, options.fill_id)
-        ended = rows.ends(token, rows.would_end())
+        log_prob = log_p.gather(1, token[:, None])[:, 0]
+        if not all_alive:
+            log_prob = log_prob.masked_fill(~alive, 0.0)
+            token = token.masked_fill(~alive, options.fill_id)
+        ended = rows.ends(token, rows.would_end()) if rows.ways else None
         rows.append(token, log_prob)
-        lengths = lengths + alive
-        alive = alive & ~ended
+        if ended is not None and (every > 1 or bool(ended.any())):
+            lengths = lengths.masked_fill(ended & alive, rows.count)
+            alive = alive & ~ended
+            all_alive = False
+            done = rows.count % every == 0 and not bool(alive.any())
         yield rows, lengths
-        if rows.count % every == 0 and not bool(alive.any()):
+        if done:
             return
         fed = token[:, None]
 

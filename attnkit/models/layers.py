@@ -144,11 +144,11 @@ class Attention(nn.Module):
             heads, sizes = self._heads(x), (self.num_heads, self.num_kv_heads)
             # split, not sliced: the gradients are then put together by one copy
             if rotate is None:
-                query, key, value = heads.split((*sizes, self.num_kv_heads), dim=2)
+                query, key, value = heads.split_with_sizes((*sizes, self.num_kv_heads), dim=2)
             else:
                 # queries and keys lie side by side: one turn for both
-                both, value = heads.split((sum(sizes), self.num_kv_heads), dim=2)
-                query, key = rotate(both).split(sizes, dim=2)
+                both, value = heads.split_with_sizes((sum(sizes), self.num_kv_heads), dim=2)
+                query, key = rotate(both).split_with_sizes(sizes, dim=2)
             return query.transpose(1, 2), KeyValue(key.transpose(1, 2), value.transpose(1, 2))
         rows = memory.key.shape[0]
         if rows != x.shape[0]:
@@ -162,7 +162,8 @@ class Attention(nn.Module):
         bias: Tensor | None = self.in_proj_bias
         if part is not None:
             weight, bias = weight[part], None if bias is None else bias[part]
-        return F.linear(x, weight, bias).unflatten(-1, (-1, self.head_dim))
+        heads = weight.shape[0] // self.head_dim
+        return F.linear(x, weight, bias).view(*x.shape[:-1], heads, self.head_dim)
 
 
 class _Block(nn.Module):
@@ -172,9 +173,10 @@ class _Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def _residual(self, x: Tensor, norm: nn.Module, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        if self.norm_first:
-            return x + cast(Tensor, self.dropout(sublayer(norm(x))))
-        return cast(Tensor, norm(x + self.dropout(sublayer(x))))
+        y = sublayer(norm(x) if self.norm_first else x)
+        if self.training:  # a call for nothing costs a decoding step
+            y = self.dropout(y)
+        return x + y if self.norm_first else cast(Tensor, norm(x + y))
 
 
 class Block(_Block):

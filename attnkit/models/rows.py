@@ -59,7 +59,8 @@ class Rows:
             logits = penalised(logits, self.seen, self.options.repetition_penalty)
         log_p = logits.log_softmax(dim=-1)
         early = self.count + 1 < self.options.min_length
-        return log_p.index_fill_(1, self._withheld_at_first if early else self._withheld, -math.inf)
+        withheld = self._withheld_at_first if early else self._withheld
+        return log_p.index_fill_(1, withheld, -math.inf) if len(withheld) else log_p
 
     def would_end(self) -> Tensor:
         """Which of the ``ways`` to end are open to each row now: bool [R, ways]."""

@@ -117,6 +117,8 @@ class Seq2SeqTransformer(GenerativeModel):
         memory = [block.cross_attn.keys_values(encoded) for block in self._decoder_blocks()]
         caches = None
         if capacity is not None:
+            # every token to come reads them: head by head they lie better than as they were made
+            memory = [KeyValue(kv.key.contiguous(), kv.value.contiguous()) for kv in memory]
             rows, like = beams * src.shape[0], self._target_embedding().weight
             caches = new_caches(self.config, self.tgt_windows, rows, capacity, like)
         return DecoderState(memory, self._real(src), caches)

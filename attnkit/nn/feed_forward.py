@@ -65,4 +65,4 @@ class FeedForward(nn.Module):
             x = self.activation(gate) * x
         else:
             x = self.activation(x)
-        return self.linear2(self.dropout(x))
+        return self.linear2(self.dropout(x) if self.training else x)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from attnkit.models import CausalLM, Seq2SeqTransformer
+from attnkit.models.pretrained import PretrainedModel
 from attnkit.recipes import runs, subwords
 from attnkit.recipes.options import UsageError
 from attnkit.recipes.subwords import BOS_ID, EOS_ID, Subwords
 
-_MODELS: dict[str, type[CausalLM] | type[Seq2SeqTransformer]] = {
+M = TypeVar("M", bound=PretrainedModel)
+
+MODELS: dict[str, type[CausalLM | Seq2SeqTransformer]] = {
     "CausalLM": CausalLM,
     "Seq2SeqTransformer": Seq2SeqTransformer,
 }
@@ -23,7 +26,7 @@ _MODELS: dict[str, type[CausalLM] | type[Seq2SeqTransformer]] = {
 
 def main(options: argparse.Namespace) -> int:
     """Print the prompt of a language model and what follows it, piece by piece; the exit status."""
-    model, words = load(options.model, options.device)
+    model, words = load(options.model, options.device, MODELS)
     if isinstance(model, CausalLM):
         print(options.prompt, end="", flush=True)
     for piece in pieces(model, words, options):
@@ -32,20 +35,20 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def load(folder: Path, device: str) -> tuple[CausalLM | Seq2SeqTransformer, Subwords]:
+def load(folder: Path, device: str, models: Mapping[str, type[M]]) -> tuple[M, Subwords]:
     """The model and the subwords of a run's folder, or of its folder ``model``.
 
     Raises:
-        UsageError: the folder holds no model that writes.
+        UsageError: the folder holds no model, or one whose name is not among ``models``.
     """
     place = folder / runs.MODEL if (folder / runs.MODEL).is_dir() else folder
     for file in ("config.json", "model.safetensors", subwords.FILE):
         if not (place / file).is_file():
             raise UsageError(f"--model {folder}: {place / file} is missing; was it trained to end?")
     kind = json.loads((place / "config.json").read_text(encoding="utf-8")).get("model")
-    if kind not in _MODELS:
-        raise UsageError(f"--model {folder} is a {kind}, expected one of {', '.join(_MODELS)}")
-    return _MODELS[kind].from_pretrained(place, device), Subwords.load(place)
+    if kind not in models:
+        raise UsageError(f"--model {folder} is a {kind}, expected one of {', '.join(models)}")
+    return models[kind].from_pretrained(place, device), Subwords.load(place)
 
 
 def pieces(

@@ -46,11 +46,11 @@ class Options(TrainingOptions):
     num_heads: int = option(4, "attention heads", least=1)
     num_layers: int = option(3, "layers", least=1)
     d_ff: int = option(512, "inner width of the feed-forward networks", least=1)
-    dropout: float = option(0.1, "everywhere in the model", least=0, most=1)
+    dropout: float = option(0.15, "everywhere in the model", least=0, most=1)
     samples: int = option(2, "texts that the trained model writes at the end", least=0)
-    steps: int = option(1000, "the most optimizer steps", least=1)
+    steps: int = option(1400, "the most optimizer steps", least=1)
     batch_tokens: int = option(2048, "tokens of a step's batch, padding included", least=1)
-    learning_rate: float = option(3e-3, "the highest, at the end of the warm-up", least=0)
+    learning_rate: float = option(4e-3, "the highest, at the end of the warm-up", least=0)
     weight_decay: float = option(0.1, "of AdamW, on matrices only", least=0)
 
 
