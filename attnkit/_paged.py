@@ -1,4 +1,4 @@
-"""A cache in pages: sequences of any lengths share one memory, and a prefix that they have alike."""
+"""A cache in pages: sequences of any lengths share one memory, and the prefixes they have alike."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ class PagedKVCache:
         max_pages_per_sequence: int,
     ) -> None:
         self.k, self.v = k, v
+        self.k_scale: Tensor | None
+        self.v_scale: Tensor | None
         self.k_scale, self.v_scale = (None, None) if scales is None else scales
         options: dict[str, Any] = {"dtype": torch.int32, "device": k.device}
         self.lengths = torch.zeros(max_sequences, **options)

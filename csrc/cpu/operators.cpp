@@ -192,10 +192,10 @@ class Slots {
 
   // Slots [begin, end) of sequence b, which are about to be used; notes their pages in `used`.
   void check(int64_t b, int64_t begin, int64_t end, std::vector<int32_t>* used = nullptr) const {
-    STD_TORCH_CHECK(0 <= begin && end <= capacity, "lengths[", b, "] asks for slots ", begin,
-                    " to ", end, ", expected 0 to at most ", capacity,
+    STD_TORCH_CHECK(0 <= begin && begin <= end && end <= capacity, "lengths[", b,
+                    "] asks for slots ", begin, " to ", end, ", expected 0 to at most ", capacity,
                     ", the slots of a sequence: the cache is full, or the lengths are not its own");
-    if (begin >= end) return;
+    if (begin == end) return;
     for (int64_t i = begin / pages.rows; i <= (end - 1) / pages.rows; ++i) {
       const int32_t page = pages.table[b * pages.width + i];
       STD_TORCH_CHECK(0 <= page && page < count_, name_, "[", b,
