@@ -547,6 +547,25 @@ def test_what_is_wrong_changes_nothing(backend):
     assert cache.lengths[b] == 1
 
 
+def test_copies_take_free_pages():
+    """Three that share a page take two copies of it: one more than that is not asked for."""
+    for free, fits in ((1, False), (2, True)):
+        cache = allocate(pages=2 + free)
+        (a,) = cache.add()
+        fill(cache, 6, [a])
+        ids = [a, *cache.fork(a, 2)]
+        table = cache.block_table.clone()
+        if fits:
+            fill(cache, 1, ids)
+            assert cache.free_pages == 0
+        else:
+            with pytest.raises(ValueError, match="full"):
+                fill(cache, 1, ids)
+            assert cache.free_pages == free
+            assert torch.equal(cache.block_table, table)
+            assert cache.lengths[ids].tolist() == [6, 6, 6]
+
+
 def test_forks_copy_on_the_first_write(backend):
     cache = allocate()
     (a,) = cache.add()
@@ -589,7 +608,9 @@ def test_one_graph_for_all_steps(backend):
     assert graphs == 1
     assert compiled.lengths.tolist() == eager.lengths.tolist()
     fill(compiled, 1, ids)  # the host reads what the graph has counted
-    assert compiled.lengths.tolist()[: len(ids)] == [10, 10]
+    assert compiled.lengths[ids].tolist() == [10, 10]
+    compiled.crop(ids, 7)
+    assert compiled.lengths[ids].tolist() == [7, 7]
 
 
 @pytest.mark.skipif(not cpu.BUILT, reason="attnkit was installed without its C++ extension")
