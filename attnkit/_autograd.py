@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from attnkit import dispatch
 from attnkit.backends import reference
-from attnkit.spec import AttentionSpec, TensorArgs
+from attnkit.spec import AttentionSpec, CacheArgs, TensorArgs
 
 NO_ARGS = TensorArgs()
 
@@ -257,8 +257,8 @@ def _tiles(q: Tensor, k: Tensor) -> Iterator[Tensor]:
 
 
 def run_decode(
-    q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec
+    q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec, cache: CacheArgs
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of queries on a cache of args.lengths keys; has no gradient."""
-    impl = dispatch.select_decode(q, k, v, args, spec)
-    return impl.decode(q, k, v, args, spec)  # type: ignore[no-any-return]
+    impl = dispatch.select_decode(q, k, v, args, spec, cache)
+    return impl.decode(q, k, v, args, spec, cache)  # type: ignore[no-any-return]

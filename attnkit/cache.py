@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attnkit import functional, masks
+from attnkit._paged import PagedKVCache as PagedKVCache
 
 T = TypeVar("T", bound="_Cache")
 

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnkit.backends import cpu, reference
-from attnkit.spec import AttentionSpec, TensorArgs
+from attnkit.spec import NO_CACHE, AttentionSpec, CacheArgs, TensorArgs
 
 BACKENDS: dict[str, ModuleType] = {"cpu": cpu, "reference": reference}
 
@@ -49,12 +50,27 @@ def select(q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpe
 
 
 def select_decode(
-    q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    args: TensorArgs,
+    spec: AttentionSpec,
+    cache: CacheArgs = NO_CACHE,
 ) -> ModuleType:
     """The backend for a decoding step; raises as `select` does."""
+    return _first("supports_decode", q, k, v, args, spec, cache)
+
+
+def select_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> ModuleType:
+    """The backend that writes new keys and values into a cache; raises as `select` does."""
+    return _first("supports_append", k, v, k_cache, v_cache)
+
+
+def _first(question: str, *call: Any) -> ModuleType:
+    """The first backend, of those that `use_backend` leaves, with nothing against the call."""
     name = forced_backend()
     reasons = {
-        each: backend.supports_decode(q, k, v, args, spec)
+        each: getattr(backend, question)(*call)
         for each, backend in BACKENDS.items()
         if name in (None, each)
     }

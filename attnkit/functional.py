@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import handle_torch_function, has_torch_function
 
-from attnkit import _checks, _shapes, dispatch
+from attnkit import _cache_checks, _checks, _shapes, dispatch
 from attnkit._autograd import NO_ARGS, expanded, in_transform, run, run_decode
 from attnkit._options import gather, zeros
 from attnkit.backends import reference
 from attnkit.masks import Mask
-from attnkit.spec import AttentionSpec, TensorArgs
+from attnkit.spec import AttentionSpec, CacheArgs, TensorArgs
 
 
 def scaled_dot_product_attention(
@@ -366,6 +366,11 @@ def decode_attention(
     cache_value: Tensor,
     lengths: Tensor,
     *,
+    starts: Tensor | None = None,
+    block_table: Tensor | None = None,
+    batch_index: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     keep: Tensor | None = None,
     left: int | None = None,
     causal: bool = True,
@@ -380,12 +385,24 @@ def decode_attention(
     Query t of Lq stands at position lengths[b] - Lq + t of sequence b; slots at or beyond
     lengths[b] are never read.  For inference: it has no gradient.
 
+    The cache has N rows of S slots.  Row b is sequence b, and its capacity is S, unless the cache
+    is *paged*: then slot j of sequence b is slot j % S of row (page) block_table[b, j // S], and
+    the capacity is S times the width of the table.  Any S and any strides will do: for memory laid
+    out as [pages, S, Hkv, D], pass its transpose(1, 2).  Pages change no bit of the result (Kwon
+    et al.: Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023).
+
     Args:
         query: [B, Hq, Lq, D].
-        cache_key: [B, Hkv, capacity, D]; Hq is a multiple of Hkv.
-        cache_value: [B, Hkv, capacity, Dv].
-        lengths: int32 [B], filled slots of each sequence, the new keys included; not looked at.
-        keep: bool [B, capacity], True = attend; hides slots such as left padding.
+        cache_key: [N, Hkv, S, D]; Hq is a multiple of Hkv.  In the query's dtype; or *quantised*,
+            int8 or float8_e4m3fn, with key_scale and value_scale, for queries up to float32.
+        cache_value: [N, Hkv, S, Dv], in the dtype of cache_key.
+        lengths: int32 [B], filled slots of each sequence, the new keys included.
+        starts: int32 [B], slots before starts[b] are hidden and not read (left padding).
+        block_table: int32 [B, W], the pages of each sequence; entries past its length may hold
+            anything.
+        batch_index: int32 [B], the row of the cache that holds each sequence, in place of b.
+        key_scale, value_scale: float32 [N, Hkv, S], what a stored key or value is multiplied with.
+        keep: bool [B, capacity], True = attend; hides slots.
         left: keys before a query's own position that it sees; None: all of them.
         causal: a query sees no key after its own position.
         scale, softcap, sinks, alibi, return_lse: as in `attention`; ALiBi counts from the position.
@@ -396,13 +413,18 @@ def decode_attention(
     Raises:
         TypeError: an argument of the wrong kind.
         ValueError: left or softcap out of range.
-        RuntimeError: shapes, dtypes or devices that do not fit; an input that requires a gradient
-            while gradients are recorded.
+        RuntimeError: shapes, dtypes or devices that do not fit; on the CPU, before anything is
+            read, lengths beyond the capacity and rows that the cache does not have; an input that
+            requires a gradient while gradients are recorded.
         NotImplementedError: complex or nested tensors; a forced backend that cannot serve the call.
     """
-    if not _checks.plain(query, cache_key, cache_value):
+    cache = CacheArgs(starts, block_table, batch_index, key_scale, value_scale)
+    if _cache_checks.quantised(cache_key, cache):
+        query, _, _ = _checks.settle(query, query, query)
+        _cache_checks.check_scales(query, cache_key, cache_value, cache)
+    elif not _checks.plain(query, cache_key, cache_value):
         query, cache_key, cache_value = _checks.settle(query, cache_key, cache_value)
-    _checks.check_sizes(query, cache_key, cache_value)
+    capacity = _cache_checks.check_rows(query, cache_key, cache_value, cache)
     if torch.is_grad_enabled():
         for name, t in (("query", query), ("cache_key", cache_key), ("cache_value", cache_value)):
             if t.requires_grad:
@@ -410,7 +432,7 @@ def decode_attention(
                     f"{name} requires a gradient, expected none: decode_attention has no backward, "
                     "call it under torch.no_grad()"
                 )
-    batch, _, capacity, _ = cache_key.shape
+    batch = query.shape[0]
     _checks.per_sequence("lengths", lengths, torch.int32, (batch,), query)
     if keep is not None:
         _checks.per_sequence("keep", keep, torch.bool, (batch, capacity), query)
@@ -420,7 +442,7 @@ def decode_attention(
     args = TensorArgs(None, args.sinks, keep, lengths, alibi=args.alibi)
     right = 0 if _checks.flag("causal", causal) else None
     spec = AttentionSpec(spec.scale, left, right, True, spec.softcap)
-    out, lse = run_decode(query, cache_key, cache_value, args, spec)
+    out, lse = run_decode(query, cache_key, cache_value, args, spec, cache)
     return (out, lse) if return_lse else out
 
 

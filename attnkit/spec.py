@@ -54,4 +54,38 @@ class TensorArgs(NamedTuple):
     cu_seqlens_k: Tensor | None = None
 
 
+class CacheArgs(NamedTuple):
+    """Where a cache holds its slots; the cache is k, v [N, Hkv, S, D|Dv], of N rows of S slots.
+
+    Without block_table and batch_index row b is sequence b, and N is B.
+
+    ================ ============== ================================================================
+    field            shape          meaning
+    ================ ============== ================================================================
+    starts           [B] int32      slots before it are hidden (left padding)
+    block_table      [B, W] int32   slot j is slot j % S of row (page) ``block_table[b, j // S]``
+    batch_index      [B] int32      sequence b is row ``batch_index[b]``; not with a block_table
+    k_scale, v_scale [N, Hkv, S]    fp32; of caches in int8 or float8_e4m3fn: what is stored, times
+                                    its scale, is the value
+    ================ ============== ================================================================
+    """
+
+    starts: Tensor | None = None
+    block_table: Tensor | None = None
+    batch_index: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+class RotaryTables(NamedTuple):
+    """By which angles new keys are rotated on their way into a cache, slot by slot."""
+
+    cos: Tensor | None = None  # [slots, rotary_dim / 2], fp32 (fp64 for fp64 keys)
+    sin: Tensor | None = None
+    interleaved: bool = False  # pairs are (2 i, 2 i + 1), not (i, i + rotary_dim / 2)
+
+
+NO_CACHE = CacheArgs()
+NO_ROTARY = RotaryTables()
+
 BLOCK = 64  # rows and columns of one flag of TensorArgs.blocks

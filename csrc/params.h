@@ -5,7 +5,8 @@
 
 namespace attnkit {
 
-enum class DType : int32_t { kFloat32, kBFloat16, kFloat16, kFloat64, kBool };
+// kFloat8 is float8_e4m3fn.  The 8-bit types are those of quantised caches.
+enum class DType : int32_t { kFloat32, kBFloat16, kFloat16, kFloat64, kBool, kInt8, kFloat8 };
 
 // A strided [batch, head, row, column] array.  Strides count elements.
 struct Array {
@@ -34,6 +35,13 @@ constexpr T kCoarse = sizeof(T) == 4 ? T{4096} : T{4096} * (1 << 29);
 constexpr int64_t kUnbounded = int64_t{1} << 60;
 constexpr int64_t kBlock = 64;  // rows and columns of one flag of `blocks`, and of one packed block
 
+// Where a cache holds slot j of sequence b: in row j % rows of page table[b * width + j / rows].
+// One that is not paged has a single page per sequence.
+struct Pages {
+  const int32_t* table = nullptr;
+  int64_t width = 1, rows = 1;
+};
+
 struct AttentionParams {
   int64_t sequences = 0, q_heads = 0, kv_heads = 0;
   int64_t q_rows = 0, k_rows = 0;  // row counts of the tensors (lse and bias are indexed with them)
@@ -57,12 +65,31 @@ struct AttentionParams {
   double scale = 1, softcap = 0, dropout = 0;
   uint64_t seed = 0;
 
+  // Decoding only: k and v are [page, head, row, column].
+  Pages pages;
+  Array k_scale, v_scale;  // float32 [page, head, row]; data == nullptr: k and v are not quantised
+
   // The backward pass only (out and lse are inputs then).
   Array dout, dq, dk, dv, dbias;  // data == nullptr where not wanted
   const void* dlse = nullptr;     // like lse, or nullptr
   void* low = nullptr;            // like lse: what row_sums.inl adds to it, or nullptr
   double* dsinks = nullptr;       // [sequences, q_heads, ceil(max_lq / kBlock)] partial sums
   int64_t bias_batch = 1, bias_head = 1, bias_row = 1, bias_column = 1;  // sizes of dbias
+};
+
+// New tokens to be written behind those that a cache holds.
+struct AppendParams {
+  int64_t sequences = 0, heads = 0, tokens = 0;
+  int64_t head_dim = 0, value_dim = 0;
+  Array k, v;                        // [sequence, head, token, column]
+  Array k_cache, v_cache;            // [page, head, row, column]
+  Array k_scale, v_scale;            // as in AttentionParams
+  const int32_t* lengths = nullptr;  // [sequences]: token t goes to slot lengths[b] + t
+  Pages pages;
+  const void* cos = nullptr;  // [slots, rotary_dim / 2] in the accumulation type, or nullptr
+  const void* sin = nullptr;
+  int64_t rotary_dim = 0;
+  bool interleaved = false;
 };
 
 // How the kernels reach the thread pool: run(body, ctx, workers) calls body(ctx, w) for every w.
@@ -79,6 +106,7 @@ struct Kernels {
   void (*backward)(const AttentionParams&, const Team&);
   void (*bias_gradient)(const AttentionParams&, const Team&);
   void (*decode)(const AttentionParams&, const Team&);
+  void (*append)(const AppendParams&, const Team&);
   int64_t (*probe_fma)(int64_t iterations);
   double (*probe_read)(const void* data, int64_t bytes);
 };

@@ -23,7 +23,12 @@ STABLE_TORCH_LIBRARY(attnkit, m) {
       ", bool want_dq, bool want_dk, bool want_dv, bool want_dbias, bool want_dsinks) -> "
       "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)");
   m.def("cpu_decode(Tensor q, Tensor k, Tensor v, " ATTNKIT_ARGUMENTS
-        ") -> (Tensor out, Tensor lse)");
+        ", Tensor? starts=None, Tensor? block_table=None, Tensor? batch_index=None, "
+        "Tensor? k_scale=None, Tensor? v_scale=None) -> (Tensor out, Tensor lse)");
+  m.def(
+      "cpu_append(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+      "Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor lengths, Tensor? block_table, "
+      "Tensor? batch_index, Tensor? cos, Tensor? sin, bool interleaved) -> ()");
   m.def("cpu_probe_fma(int iterations) -> int");
   m.def("cpu_probe_read(Tensor data) -> float");
   m.def("cpu_instruction_sets() -> str");

@@ -421,6 +421,101 @@ MUTANTS = [
         "bool careful = false;",
         "decode",
     ),
+    # ---- caches
+    Mutant(
+        "paged: a block is not cut at the end of its page",
+        "decode.inl",
+        "lesser(n, x + size - slot % size);",
+        "n;",
+        "paged_cache",
+    ),
+    Mutant(
+        "paged: all sequences have the pages of the first",
+        "decode.inl",
+        "p_.pages.table + sequence * p_.pages.width;",
+        "p_.pages.table;",
+        "paged_cache",
+    ),
+    Mutant(
+        "paged: pages are looked up without starts",
+        "decode.inl",
+        "p_.sequence[sequence].k0 + j + x;",
+        "j + x;",
+        "paged_cache",
+    ),
+    Mutant(
+        "paged: the page behind the last is taken for one",
+        "operators.cpp",
+        "STD_TORCH_CHECK(0 <= page && page < count_,",
+        "STD_TORCH_CHECK(0 <= page && page <= count_,",
+        "paged_cache",
+    ),
+    Mutant(
+        "paged: starts do not shorten a sequence",
+        "operators.cpp",
+        "        s.lk -= s.k0;\n",
+        "",
+        "paged_cache",
+    ),
+    Mutant(
+        "paged: later rows of a long prompt are aligned as the first",
+        "operators.cpp",
+        "s.off += step, s.lo += step, s.hi += step;",
+        "s.off += step;",
+        "paged_cache",
+    ),
+    Mutant(
+        "quantised: values without their scales",
+        "decode.inl",
+        "if constexpr (kScaled) multiply(at.v_scale, n, score);",
+        "",
+        "paged_cache",
+    ),
+    Mutant(
+        "quantised: scales of hidden values count",
+        "decode.inl",
+        "if constexpr (kScaled) rest += at.v_scale[x] * T{0};",
+        "",
+        "paged_cache",
+    ),
+    Mutant(
+        "quantised: NaN in float8 is a number",
+        "quantised.inl",
+        "const Half half = (x & 0x80) << 8 | magnitude << 7 | nan;",
+        "const Half half = (x & 0x80) << 8 | magnitude << 7;",
+        "paged_cache",
+    ),
+    Mutant(
+        "quantised: ties of float8 go up",
+        "quantised.inl",
+        "bits += 0x7ffff + ((bits >> 20) & 1);",
+        "bits += 0x80000;",
+        "paged_cache",
+    ),
+    Mutant(
+        "quantised: subnormal numbers of float8 in steps of 2^-10",
+        "quantised.inl",
+        "const float sum = size + 0x1p14f;",
+        "const float sum = size + 0x1p13f;",
+        "paged_cache",
+    ),
+    Mutant(
+        "append: keys are rotated as if the cache were empty",
+        "append.inl",
+        "rotate(slot, line);",
+        "rotate(t, line);",
+        "paged_cache",
+    ),
+    Mutant(
+        "append: keys turn the other way",
+        "append.inl",
+        "b * cos[i] + a * sin[i];",
+        "b * cos[i] - a * sin[i];",
+        "paged_cache",
+    ),
+    Mutant(
+        "append: rows with NaN pass for good ones", "append.inl", " + spoilt;", ";", "paged_cache"
+    ),
 ]
 
 # The kernels of other instruction sets, which nothing calls here, as empty tables.

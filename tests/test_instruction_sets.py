@@ -22,7 +22,8 @@ from attnkit.testing import Case
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [
-    f"tests/test_{name}.py" for name in ("forward", "backward", "decode", "determinism", "dropout")
+    f"tests/test_{name}.py"
+    for name in ("forward", "backward", "decode", "paged_cache", "determinism", "dropout")
 ]
 FORCED = os.environ.get("ATTNKIT_CPU_ISA")
 built = pytest.mark.skipif(not cpu.BUILT, reason="attnkit was installed without its C++ extension")

@@ -14,9 +14,9 @@ LAYERS = [
     {"kernels", "spec", "masks"},
     {"backends"},
     {"dispatch"},
-    {"_checks", "_shapes", "_options", "_autograd", "functional"},
+    {"_checks", "_cache_checks", "_shapes", "_options", "_autograd", "functional"},
     {"__init__"},  # the public names
-    {"cache"},
+    {"cache", "_paged"},
     {"nn", "flash_attn", "integrations"},
     {"recording"},
     {"models"},

@@ -1,1 +1,1 @@
-"""One module per backend, all with the same functions: supports, forward, backward, decode."""
+"""One module per backend, all with the same functions: forward, backward, decode, append."""

@@ -7,15 +7,15 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from attnkit.spec import AttentionSpec, TensorArgs
+from attnkit.spec import NO_CACHE, NO_ROTARY, AttentionSpec, CacheArgs, RotaryTables, TensorArgs
 
 BUILT = importlib.util.find_spec("attnkit._C") is not None
 if BUILT:
     import attnkit._C  # noqa: F401  (its import registers torch.ops.attnkit)
 
-    _forward, _backward, _decode = (
+    _forward, _backward, _decode, _append = (
         getattr(torch.ops.attnkit, name).default
-        for name in ("cpu_forward", "cpu_backward", "cpu_decode")
+        for name in ("cpu_forward", "cpu_backward", "cpu_decode", "cpu_append")
     )
     # the same without what OpOverload's own call costs; Dynamo knows only the former
     _forward_now, _backward_now = _forward._op, _backward._op
@@ -45,7 +45,28 @@ def supports(q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionS
     return None
 
 
-supports_decode = supports
+def supports_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    args: TensorArgs,
+    spec: AttentionSpec,
+    cache: CacheArgs = NO_CACHE,
+) -> str | None:
+    """None, or why these kernels cannot serve the decoding step."""
+    located = cache.block_table is not None or cache.batch_index is not None
+    if (located or cache.k_scale is not None) and not _readable(k, v):
+        return "a paged or quantised cache is not contiguous in its last dimension"
+    return supports(q, k, v, args, spec)
+
+
+def supports_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
+    """None, or why these kernels cannot write k and v into the cache."""
+    return supports(k, k, v, TensorArgs(), AttentionSpec(1.0))
+
+
+def _readable(*tensors: Tensor) -> bool:
+    return all(t.stride(-1) == 1 or t.shape[-1] <= 1 for t in tensors)
 
 
 def forward(
@@ -79,10 +100,29 @@ def backward(
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    args: TensorArgs,
+    spec: AttentionSpec,
+    cache: CacheArgs = NO_CACHE,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of new queries over a cache k, v [B, Hkv, capacity, .] of args.lengths keys."""
-    return _decode(q, k, v, *args, *spec)  # type: ignore[no-any-return]
+    """Attention of new queries over a cache k, v [N, Hkv, S, .] of args.lengths keys."""
+    return _decode(q, k, v, *args, *spec, *cache)  # type: ignore[no-any-return]
+
+
+def append(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    cache: CacheArgs = NO_CACHE,
+    rotary: RotaryTables = NO_ROTARY,
+) -> None:
+    """Write k, v [B, Hkv, n, .] into the slots of the cache from lengths [B] on."""
+    _, table, index, *scales = cache
+    _append(k, v, k_cache, v_cache, *scales, lengths, table, index, *rotary)
 
 
 def _like(q: Tensor, last: int) -> Tensor:
@@ -103,7 +143,7 @@ if BUILT:
     # Gradients are recorded above, by the one autograd Function; PyTorch's own fallback for
     # autograd at the operators would only cost time.
     _library = torch.library.Library("attnkit", "IMPL")
-    for _name in ("cpu_forward", "cpu_backward", "cpu_decode"):
+    for _name in ("cpu_forward", "cpu_backward", "cpu_decode", "cpu_append"):
         _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 
     @torch.library.register_fake("attnkit::cpu_forward")
@@ -113,6 +153,10 @@ if BUILT:
     @torch.library.register_fake("attnkit::cpu_decode")
     def _(q, k, v, *rest):
         return _like(q, v.shape[-1]), _lse(q)
+
+    @torch.library.register_fake("attnkit::cpu_append")
+    def _(k, v, k_cache, v_cache, *rest):
+        return None
 
     @torch.library.register_fake("attnkit::cpu_backward")
     def _(dout, dlse, q, k, v, out, lse, bias, sinks, *rest):

@@ -1,10 +1,10 @@
 // A few queries over many keys: the same mathematics as forward.inl for when packing the keys would
 // cost more than using them.
 //
-// Keys are read once, where they lie.  All rows that share a kv head (the queries of the group's
-// heads) meet each key together.  The keys are split into chunks of kDecodeChunk, counted from key
-// 0, each with its own maximum, sum and output; a second pass merges the chunks in their order.  So
-// the bits depend on no thread and no batch.
+// Keys are read once, where they lie, be that in pages all over a cache.  All rows that share a kv
+// head (the queries of the group's heads) meet each key together.  The keys are split into chunks
+// of kDecodeChunk, counted from key 0, each with its own maximum, sum and output; a second pass
+// merges the chunks in their order.  So the bits depend on no thread and no batch.
 
 constexpr int64_t kDecodeChunk = 4 * kBlock;
 
@@ -13,27 +13,45 @@ struct FromFloat32 {
   using T = float;
   using Stored = float;
   static ATTNKIT_INLINE Vec<float> get(const float* p) { return load(p); }
+  static ATTNKIT_INLINE float one(const float* p) { return *p; }
 };
 struct FromBf16 {
   using T = float;
   using Stored = uint16_t;
   static ATTNKIT_INLINE Vec<float> get(const uint16_t* p) { return load_bf16(p); }
+  static ATTNKIT_INLINE float one(const uint16_t* p) { return from_bf16(*p); }
 };
 struct FromFp16 {
   using T = float;
   using Stored = uint16_t;
   static ATTNKIT_INLINE Vec<float> get(const uint16_t* p) { return load_fp16(p); }
+  static ATTNKIT_INLINE float one(const uint16_t* p) { return from_fp16(*p); }
 };
 struct FromFloat64 {
   using T = double;
   using Stored = double;
   static ATTNKIT_INLINE Vec<double> get(const double* p) { return load(p); }
+  static ATTNKIT_INLINE double one(const double* p) { return *p; }
+};
+// These are to be multiplied with a scale per token and head.
+struct FromInt8 {
+  using T = float;
+  using Stored = int8_t;
+  static ATTNKIT_INLINE Vec<float> get(const int8_t* p) { return load_int8(p); }
+  static ATTNKIT_INLINE float one(const int8_t* p) { return *p; }
+};
+struct FromFp8 {
+  using T = float;
+  using Stored = uint8_t;
+  static ATTNKIT_INLINE Vec<float> get(const uint8_t* p) { return load_fp8(p); }
+  static ATTNKIT_INLINE float one(const uint8_t* p) { return from_fp8(*p); }
 };
 
 template <class From>
 class Decode {
   using T = typename From::T;
   using Stored = typename From::Stored;
+  static constexpr bool kScaled = sizeof(Stored) == 1;
   static constexpr int kMaxRows = 4;                  // rows that meet a key at once
   static constexpr int kAccumulators = 4 * kColumns;  // registers for one product
 
@@ -92,6 +110,12 @@ class Decode {
     T* bias;  // [kBlock]
     T* line;  // [o_ld]
   };
+  // Where the keys and values of one block lie, and their scales, 0 past the last key.
+  struct Places {
+    const Stored* k[kBlock];
+    const Stored* v[kBlock];
+    T k_scale[kBlock], v_scale[kBlock];
+  };
 
   // Row r of a kv head is query r % max_lq of head kv * group + r / max_lq.
   int64_t head_of(int64_t kv, int64_t row) const { return kv * group_ + row / p_.max_lq; }
@@ -115,27 +139,46 @@ class Decode {
       one.first += query_of(r);
       fetch_row<Plain<T>>(one, 0, q_ld_, static_cast<T>(p_.scale), t.q + r * q_ld_);
     }
+    Places at;
     for (int64_t j = begin; j < end; j = floor_to(j, kBlock) + kBlock) {
       const int64_t stop = lesser(end, floor_to(j, kBlock) + kBlock);
       if (!some.any(0, s.lq, j / kBlock)) continue;
+      find(sequence, kv, j, stop - j, at);
       int64_t r = 0;
-      for (; r + 4 <= rows_; r += 4) rows<4>(sequence, kv, r, j, stop, parts, sums, t);
-      for (; r + 2 <= rows_; r += 2) rows<2>(sequence, kv, r, j, stop, parts, sums, t);
-      for (; r < rows_; ++r) rows<1>(sequence, kv, r, j, stop, parts, sums, t);
+      for (; r + 4 <= rows_; r += 4) rows<4>(sequence, kv, at, r, j, stop, parts, sums, t);
+      for (; r + 2 <= rows_; r += 2) rows<2>(sequence, kv, at, r, j, stop, parts, sums, t);
+      for (; r < rows_; ++r) rows<1>(sequence, kv, at, r, j, stop, parts, sums, t);
     }
   }
 
-  const Stored* key(const Array& a, const Sequence& s, int64_t kv, int64_t j) const {
-    return reinterpret_cast<const Stored*>(row_of(a, s.entry, kv, s.k0 + j));
+  // The n keys from j on.  Only this knows of pages: what is done with a block does not depend on
+  // where it lies.
+  void find(int64_t sequence, int64_t kv, int64_t j, int64_t n, Places& at) const {
+    const int64_t size = p_.pages.rows;
+    const int32_t* table = p_.pages.table + sequence * p_.pages.width;
+    for (int64_t x = 0; x < n;) {
+      const int64_t slot = p_.sequence[sequence].k0 + j + x;
+      const int64_t page = table[slot / size], stop = lesser(n, x + size - slot % size);
+      for (int64_t row = slot % size; x < stop; ++x, ++row) {
+        at.k[x] = reinterpret_cast<const Stored*>(row_of(p_.k, page, kv, row));
+        at.v[x] = reinterpret_cast<const Stored*>(row_of(p_.v, page, kv, row));
+        if constexpr (kScaled) {
+          __builtin_memcpy(&at.k_scale[x], row_of(p_.k_scale, page, kv, row), sizeof(float));
+          __builtin_memcpy(&at.v_scale[x], row_of(p_.v_scale, page, kv, row), sizeof(float));
+        }
+      }
+    }
+    if constexpr (kScaled)
+      for (int64_t x = n; x < kBlock; ++x) at.k_scale[x] = at.v_scale[x] = 0;
   }
 
   // M rows from r on against the keys [j, stop) of one block.
   template <int M>
-  void rows(int64_t sequence, int64_t kv, int64_t r, int64_t j, int64_t stop, Part* parts, T* sums,
-            Scratch& t) {
+  void rows(int64_t sequence, int64_t kv, const Places& at, int64_t r, int64_t j, int64_t stop,
+            Part* parts, T* sums, Scratch& t) {
     const Sequence& s = p_.sequence[sequence];
     const int64_t n = stop - j, padded = ceil_to(n, kLanes<T>);
-    scores<M>(s, kv, t.q + r * q_ld_, j, n, t.s);
+    scores<M>(at, t.q + r * q_ld_, n, t.s);
     const Labels<T> key_labels = key_labels_.from(s.key_pad);
     const Labels<T> query_labels = query_labels_.from(s.row_pad);
     bool plain = true;
@@ -143,6 +186,7 @@ class Decode {
       const int64_t i = query_of(r + m);
       const Head<T> head(p_, sequence, head_of(kv, r + m), key_labels, query_labels);
       T* score = t.s + m * kBlock;
+      if constexpr (kScaled) multiply(at.k_scale, n, score);
       for (int64_t x = n; x < padded; ++x) score[x] = -kInfinity<T>;
       if (head.plain(i, i + 1, j, stop)) continue;
       plain = false;
@@ -151,7 +195,7 @@ class Decode {
       for (int64_t x = n; x < padded; ++x) score[x] = -kInfinity<T>;
     }
     uint64_t visible[M];
-    bool careful = !plain && !finite_values(s, kv, j, n);
+    bool careful = !plain && !finite_values(at, n);
     for (int m = 0; m < M; ++m) {
       T* score = t.s + m * kBlock;
       visible[m] = 0;
@@ -159,31 +203,34 @@ class Decode {
         for (int64_t x = 0; x < n; ++x)
           visible[m] |= static_cast<uint64_t>(score[x] != -kInfinity<T>) << x;
       softmax(score, padded, parts[r + m], sums + (r + m) * o_ld_);
+      if constexpr (kScaled) multiply(at.v_scale, n, score);
     }
     if (careful) {
       for (int m = 0; m < M; ++m)
         for (int64_t x = 0; x < n; ++x)
-          if (visible[m] >> x & 1) {
-            load_row(row_of(p_.v, s.entry, kv, s.k0 + j + x), p_.v.dtype, 1, p_.value_dim, t.line);
+          if (visible[m] >> x & 1)
             for (int64_t d = 0; d < p_.value_dim; ++d)
-              sums[(r + m) * o_ld_ + d] += t.s[m * kBlock + x] * t.line[d];
-          }
+              sums[(r + m) * o_ld_ + d] += t.s[m * kBlock + x] * From::one(at.v[x] + d);
       return;
     }
-    add_values<M>(s, kv, j, n, t.s, sums + r * o_ld_);
+    add_values<M>(at, n, t.s, sums + r * o_ld_);
   }
 
-  // s[M][kBlock] = q k^T for keys [j, j + n): kLanes dot products at a time, one per accumulator,
-  // summed across lanes by a transpose.
+  static void multiply(const T* scale, int64_t n, T* to) {
+    for (int64_t x = 0; x < n; x += kLanes<T>) store(to + x, load(to + x) * load(scale + x));
+  }
+
+  // s[M][kBlock] = q k^T for the n keys of a block: kLanes dot products at a time, one per
+  // accumulator, summed across lanes by a transpose.
   template <int M>
-  void scores(const Sequence& s, int64_t kv, const T* q, int64_t j, int64_t n, T* to) {
+  void scores(const Places& at, const T* q, int64_t n, T* to) {
     constexpr int kRowsHere = M <= kLanes<T> ? M : kLanes<T>;
     constexpr int kKeys = kLanes<T> / kRowsHere;
     const int64_t whole = floor_to(p_.head_dim, kLanes<T>), rest = p_.head_dim - whole;
     for (int first = 0; first < M; first += kRowsHere)
       for (int64_t x = 0; x < n; x += kKeys) {
         const Stored* k[kKeys];
-        for (int y = 0; y < kKeys; ++y) k[y] = key(p_.k, s, kv, j + lesser(x + y, n - 1));
+        for (int y = 0; y < kKeys; ++y) k[y] = at.k[lesser(x + y, n - 1)];
         IntVec<T> bits[kLanes<T>];
         Vec<T> c[kRowsHere][kKeys];
 #pragma GCC unroll 16
@@ -223,15 +270,15 @@ class Decode {
       }
   }
 
-  bool finite_values(const Sequence& s, int64_t kv, int64_t j, int64_t n) const {
+  bool finite_values(const Places& at, int64_t n) const {
     const int64_t whole = floor_to(p_.value_dim, kLanes<T>);
     Vec<T> sum{};
     T rest = 0;
     for (int64_t x = 0; x < n; ++x) {
-      const Stored* v = key(p_.v, s, kv, j + x);
+      const Stored* v = at.v[x];
       for (int64_t d = 0; d < whole; d += kLanes<T>) sum += From::get(v + d) * T{0};
-      for (int64_t d = whole; d < p_.value_dim; ++d)
-        rest += load_scalar<T>(reinterpret_cast<const char*>(v + d), p_.v.dtype) * T{0};
+      for (int64_t d = whole; d < p_.value_dim; ++d) rest += From::one(v + d) * T{0};
+      if constexpr (kScaled) rest += at.v_scale[x] * T{0};
     }
     return sum_lanes<T>(sum) + rest == T{0};
   }
@@ -256,30 +303,26 @@ class Decode {
     part.l += sum_lanes<T>(sum);
   }
 
-  // o[M][value_dim] += w v over keys [j, j + n).
+  // o[M][value_dim] += w v over the n keys of a block.
   template <int M>
-  void add_values(const Sequence& s, int64_t kv, int64_t j, int64_t n, const T* w, T* o) {
+  void add_values(const Places& at, int64_t n, const T* w, T* o) {
     constexpr int kVectors = kAccumulators / M;
     const int64_t whole = floor_to(p_.value_dim, kLanes<T>);
     int64_t d = 0;
     for (; d + kVectors * kLanes<T> <= whole; d += kVectors * kLanes<T>)
-      columns<M, kVectors>(s, kv, j, n, w, o, d);
-    for (; d < whole; d += kLanes<T>) columns<M, 1>(s, kv, j, n, w, o, d);
+      columns<M, kVectors>(at, n, w, o, d);
+    for (; d < whole; d += kLanes<T>) columns<M, 1>(at, n, w, o, d);
     for (; d < p_.value_dim; ++d)
-      for (int64_t x = 0; x < n; ++x) {
-        const auto* v = reinterpret_cast<const char*>(key(p_.v, s, kv, j + x) + d);
-        for (int m = 0; m < M; ++m)
-          o[m * o_ld_ + d] += w[m * kBlock + x] * load_scalar<T>(v, p_.v.dtype);
-      }
+      for (int64_t x = 0; x < n; ++x)
+        for (int m = 0; m < M; ++m) o[m * o_ld_ + d] += w[m * kBlock + x] * From::one(at.v[x] + d);
   }
 
   template <int M, int N>
-  ATTNKIT_INLINE void columns(const Sequence& s, int64_t kv, int64_t j, int64_t n, const T* w, T* o,
-                              int64_t d) {
+  ATTNKIT_INLINE void columns(const Places& at, int64_t n, const T* w, T* o, int64_t d) {
     Vec<T> c[M][N];
     load_tile<M, N, T>(o + d, o_ld_, c);
-    const Stored* v = key(p_.v, s, kv, j) + d;
-    for (int64_t x = 0; x < n; ++x, v += p_.v.row) {
+    for (int64_t x = 0; x < n; ++x) {
+      const Stored* v = at.v[x] + d;
       Vec<T> values[N];
 #pragma GCC unroll 16
       for (int y = 0; y < N; ++y) values[y] = From::get(v + y * kLanes<T>);

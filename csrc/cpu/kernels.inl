@@ -19,7 +19,9 @@
 #include "row_sums.inl"
 #include "backward.inl"
 #include "bias_gradient.inl"
+#include "quantised.inl"
 #include "decode.inl"
+#include "append.inl"
 #include "probe.inl"
 
 #if defined(ATTNKIT_TILES)
@@ -57,13 +59,22 @@ inline void bias_gradient(const AttentionParams& p, const Team& team) {
 
 inline void decode(const AttentionParams& p, const Team& team) {
 #if defined(ATTNKIT_FLOAT64)
-  if (p.q.dtype == DType::kFloat64) return Decode<FromFloat64>(p, team).run();
+  if (p.k.dtype == DType::kFloat64) return Decode<FromFloat64>(p, team).run();
 #endif
-  if (p.q.dtype == DType::kBFloat16) return Decode<FromBf16>(p, team).run();
-  if (p.q.dtype == DType::kFloat16) return Decode<FromFp16>(p, team).run();
+  if (p.k.dtype == DType::kBFloat16) return Decode<FromBf16>(p, team).run();
+  if (p.k.dtype == DType::kFloat16) return Decode<FromFp16>(p, team).run();
+  if (p.k.dtype == DType::kInt8) return Decode<FromInt8>(p, team).run();
+  if (p.k.dtype == DType::kFloat8) return Decode<FromFp8>(p, team).run();
   Decode<FromFloat32>(p, team).run();
 }
 
+inline void append(const AppendParams& p, const Team& team) {
+#if defined(ATTNKIT_FLOAT64)
+  if (p.k.dtype == DType::kFloat64) return Append<double>(p, team).run();
+#endif
+  Append<float>(p, team).run();
+}
+
 extern const Kernels kKernels;
-const Kernels kKernels = {ATTNKIT_ISA_NAME, run<Forward>, row_sums,  run<Backward>,
-                          bias_gradient,    decode,       probe_fma, probe_read};
+const Kernels kKernels = {ATTNKIT_ISA_NAME, run<Forward>, row_sums,  run<Backward>, bias_gradient,
+                          decode,           append,       probe_fma, probe_read};

@@ -54,6 +54,26 @@ Array array_of(const Tensor& t, const char* name) {
           t.stride(3)};
 }
 
+// A tensor of a cache, which may be quantised.
+Array cache_of(const Tensor& t, const char* name) {
+  DType dtype;
+  if (t.scalar_type() == ScalarType::Char)
+    dtype = DType::kInt8;
+  else if (t.scalar_type() == ScalarType::Float8_e4m3fn)
+    dtype = DType::kFloat8;
+  else
+    return array_of(t, name);
+  STD_TORCH_CHECK(t.dim() == 4, name, " has ", t.dim(), " dimensions, expected 4");
+  return {const_cast<void*>(t.const_data_ptr()),
+          dtype,
+          t.stride(0),
+          t.stride(1),
+          t.stride(2),
+          t.stride(3)};
+}
+
+bool quantised(const Array& a) { return a.dtype == DType::kInt8 || a.dtype == DType::kFloat8; }
+
 template <size_t N>
 Tensor empty(const std::array<int64_t, N>& sizes, const std::array<int64_t, N>& strides,
              ScalarType dtype) {
@@ -126,6 +146,96 @@ Team team_for(double flops) {
   return {std::max(1, std::min(threads, useful)), run_on_pool};
 }
 
+// ---------------------------------------------------------------- caches
+
+struct CacheOptions {
+  MaybeTensor starts, block_table, batch_index, k_scale, v_scale;
+};
+
+// The slots of a cache [pages, heads, rows, .] by sequence, and whether they exist.
+class Slots {
+ public:
+  Slots(const Tensor& cache, int64_t sequences, const MaybeTensor& block_table,
+        const MaybeTensor& batch_index)
+      : count_(cache.size(0)) {
+    STD_TORCH_CHECK(!block_table.has_value() || !batch_index.has_value(),
+                    "block_table and batch_index are both given, expected one of them: a table "
+                    "says by itself where a sequence lies");
+    table_ = contiguous(block_table, ScalarType::Int, "block_table");
+    const MaybeTensor index = contiguous(batch_index, ScalarType::Int, "batch_index");
+    pages.rows = std::max<int64_t>(cache.size(2), 1);
+    capacity = cache.size(2);
+    if (table_.has_value()) {
+      name_ = "block_table";
+      STD_TORCH_CHECK(table_->dim() == 2 && table_->size(0) == sequences, name_, " has ",
+                      table_->dim(), " dimensions and ", table_->dim() ? table_->size(0) : 0,
+                      " rows, expected 2 and one row for each of ", sequences, " sequences");
+      pages.width = table_->size(1);
+      pages.table = data_of<int32_t>(table_);
+      capacity *= pages.width;
+      return;
+    }
+    name_ = index.has_value() ? "batch_index" : "the cache's batch";
+    const int64_t found = index.has_value() ? index->numel() : count_;
+    STD_TORCH_CHECK(found == sequences, name_, " has ", found, " entries, expected ", sequences,
+                    ", one for each sequence");
+    rows_.resize(sequences);
+    if (index.has_value())
+      std::copy_n(data_of<int32_t>(index), sequences, rows_.begin());
+    else
+      std::iota(rows_.begin(), rows_.end(), 0);
+    pages.table = rows_.data();
+  }
+
+  Slots(const Slots&) = delete;
+  Slots& operator=(const Slots&) = delete;
+
+  // Slots [begin, end) of sequence b, which are about to be used; notes their pages in `used`.
+  void check(int64_t b, int64_t begin, int64_t end, std::vector<int32_t>* used = nullptr) const {
+    STD_TORCH_CHECK(0 <= begin && begin <= end && end <= capacity, "lengths[", b,
+                    "] asks for slots ", begin, " to ", end, ", expected 0 to at most ", capacity,
+                    ", the slots of a sequence: the cache is full, or the lengths are not its own");
+    if (begin == end) return;
+    for (int64_t i = begin / pages.rows; i <= (end - 1) / pages.rows; ++i) {
+      const int32_t page = pages.table[b * pages.width + i];
+      STD_TORCH_CHECK(0 <= page && page < count_, name_, "[", b,
+                      table_.has_value() ? ", " + std::to_string(i) : "", "] is ", page,
+                      ", expected 0 to ", count_ - 1);
+      if (used) used->push_back(page);
+    }
+  }
+
+  Pages pages;
+  int64_t capacity;  // slots of a sequence
+
+ private:
+  int64_t count_;  // pages of the cache
+  const char* name_;
+  MaybeTensor table_;
+  std::vector<int32_t> rows_;
+};
+
+// The scales of a quantised cache, one per token and head; nothing for any other.
+Array scales_of(const MaybeTensor& scale, const Tensor& cache, const char* name) {
+  const bool wanted = quantised(cache_of(cache, "cache"));
+  STD_TORCH_CHECK(scale.has_value() == wanted, name,
+                  wanted ? " is missing, expected the scales of a quantised cache"
+                         : " is given, expected none: the cache is not quantised");
+  if (!wanted) return {};
+  STD_TORCH_CHECK(scale->scalar_type() == ScalarType::Float && scale->dim() == 3 &&
+                      scale->size(0) == cache.size(0) && scale->size(1) == cache.size(1) &&
+                      scale->size(2) == cache.size(2),
+                  name,
+                  " must be float32 and have the shape of the cache without the last "
+                  "dimension");
+  return {const_cast<void*>(scale->const_data_ptr()),
+          DType::kFloat32,
+          scale->stride(0),
+          scale->stride(1),
+          scale->stride(2),
+          0};
+}
+
 // ---------------------------------------------------------------- one call
 
 struct Options {
@@ -143,21 +253,25 @@ struct Call {
   std::vector<Sequence> sequences;
   std::vector<double> sinks, alibi;
   MaybeTensor keep, q_segments, k_segments, blocks;
+  std::optional<Slots> slots;
   double flops = 0;
 
-  // `by_length`: bottom-right counts from each sequence's own length (a cache).
-  Call(const Tensor& q, const Tensor& k, const Tensor& v, const Options& o, bool by_length) {
+  // With `cache`, k and v are one: bottom-right counts from each sequence's own length.
+  Call(const Tensor& q, const Tensor& k, const Tensor& v, const Options& o,
+       const CacheOptions* cache = nullptr) {
     p.q = array_of(q, "q");
-    p.k = array_of(k, "k");
-    p.v = array_of(v, "v");
+    p.k = cache ? cache_of(k, "k") : array_of(k, "k");
+    p.v = cache ? cache_of(v, "v") : array_of(v, "v");
     STD_TORCH_CHECK(p.q.dtype != DType::kBool, "q, k and v are bool, expected floating point");
-    STD_TORCH_CHECK(p.k.dtype == p.q.dtype && p.v.dtype == p.q.dtype,
+    STD_TORCH_CHECK(p.k.dtype == p.v.dtype &&
+                        (quantised(p.k) ? p.q.dtype != DType::kFloat64 : p.k.dtype == p.q.dtype),
                     "q, k and v have different dtypes");
     p.q_heads = q.size(1), p.kv_heads = k.size(1);
     p.q_rows = q.size(2), p.k_rows = k.size(2);
     p.head_dim = q.size(3), p.value_dim = v.size(3);
-    STD_TORCH_CHECK(k.size(0) == q.size(0) && v.size(0) == q.size(0) && v.size(1) == k.size(1) &&
-                        v.size(2) == k.size(2) && k.size(3) == q.size(3) &&
+    STD_TORCH_CHECK((cache || k.size(0) == q.size(0)) && v.size(0) == k.size(0) &&
+                        v.size(1) == k.size(1) && v.size(2) == k.size(2) &&
+                        k.size(3) == q.size(3) &&
                         (p.kv_heads ? p.q_heads % p.kv_heads == 0 : p.q_heads == 0),
                     "the shapes of q, k and v do not fit together");
     p.scale = o.scale, p.softcap = o.softcap, p.dropout = o.dropout_p;
@@ -165,7 +279,14 @@ struct Call {
       STD_TORCH_CHECK(o.seed.has_value(), "dropout_p is above 0 and seed is missing");
       p.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(o.seed->const_data_ptr()));
     }
-    list_sequences(q.size(0), o, by_length);
+    if (cache) {
+      slots.emplace(k, q.size(0), cache->block_table, cache->batch_index);
+      p.pages = slots->pages;
+      p.k_rows = slots->capacity;
+      p.k_scale = scales_of(cache->k_scale, k, "k_scale");
+      p.v_scale = scales_of(cache->v_scale, v, "v_scale");
+    }
+    list_sequences(q.size(0), o, cache);
     if (o.bias.has_value()) {
       p.bias = array_of(*o.bias, "bias");
       const Tensor& b = *o.bias;
@@ -220,7 +341,7 @@ struct Call {
   }
 
  private:
-  void list_sequences(int64_t batch, const Options& o, bool by_length) {
+  void list_sequences(int64_t batch, const Options& o, const CacheOptions* cache) {
     const bool packed = o.cu_seqlens_q.has_value();
     STD_TORCH_CHECK(packed == o.cu_seqlens_k.has_value(),
                     "cu_seqlens_q and cu_seqlens_k belong together");
@@ -228,11 +349,14 @@ struct Call {
     const auto cu_k = contiguous(o.cu_seqlens_k, ScalarType::Int, "cu_seqlens_k");
     const auto lengths = contiguous(o.lengths, ScalarType::Int, "lengths");
     const int32_t *qs = data_of<int32_t>(cu_q), *ks = data_of<int32_t>(cu_k);
-    const int32_t* limit = data_of<int32_t>(lengths);
+    const auto starts = contiguous(cache ? cache->starts : std::nullopt, ScalarType::Int, "starts");
+    const int32_t *limit = data_of<int32_t>(lengths), *start = data_of<int32_t>(starts);
     p.sequences = packed ? cu_q->numel() - 1 : batch;
     STD_TORCH_CHECK(!packed || (cu_k->numel() == cu_q->numel() && batch == 1),
                     "cu_seqlens_q and cu_seqlens_k must have equal sizes, and the batch must be 1");
     STD_TORCH_CHECK(!limit || lengths->numel() == p.sequences, "lengths must be [batch]");
+    STD_TORCH_CHECK(!start || starts->numel() == p.sequences, "starts must be [batch]");
+    STD_TORCH_CHECK(!start || !o.bias.has_value(), "starts and a bias are both given");
     sequences.resize(p.sequences);
     for (int64_t i = 0; i < p.sequences; ++i) {
       Sequence& s = sequences[i];
@@ -245,8 +369,13 @@ struct Call {
                           s.k0 + s.lk <= p.k_rows,
                       "cu_seqlens do not describe sequences inside the packed tensors");
       const int64_t full = s.lk;
-      if (limit) s.lk = std::clamp<int64_t>(limit[i], 0, s.lk);
-      s.off = o.bottom_right ? (by_length ? s.lk : full) - s.lq : 0;
+      if (limit) s.lk = cache ? limit[i] : std::clamp<int64_t>(limit[i], 0, s.lk);
+      if (start) {  // what comes before is no part of the sequence: key 0 is the first to be seen
+        s.k0 = std::clamp<int64_t>(start[i], 0, std::max<int64_t>(s.lk, 0));
+        s.lk -= s.k0;
+      }
+      if (slots.has_value()) slots->check(i, s.k0, s.k0 + s.lk);
+      s.off = o.bottom_right ? (cache ? s.lk : full) - s.lq : 0;
       s.lo = o.left.has_value() ? s.off - *o.left : -kUnbounded;
       s.hi = o.right.has_value() ? s.off + *o.right : kUnbounded;
       s.key_pad = p.packed_keys, s.row_pad = p.packed_rows;
@@ -302,34 +431,133 @@ bool prefers_decode(const AttentionParams& p, const Options& o) {
 std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                    ATTNKIT_PARAMETERS) {
   const ATTNKIT_OPTIONS;
-  Call call(q, k, v, options, false);
+  Call call(q, k, v, options);
   Tensor out = empty_like_layout(q, v.size(3));
   Tensor lse = empty<3>({q.size(0), q.size(1), q.size(2)}, lse_dtype(q));
   if (cu_seqlens_q.has_value()) clear_outside(call, out, lse);
   call.p.out = array_of(out, "out");
   call.p.lse = lse.mutable_data_ptr();
   const Kernels& set = kernels_for(call.p.q.dtype);
-  const auto kernel = prefers_decode(call.p, options) ? set.decode : set.forward;
-  kernel(call.p, team_for(call.flops));
+  const Team team = team_for(call.flops);
+  if (prefers_decode(call.p, options)) {
+    const Slots slots(k, q.size(0), std::nullopt, std::nullopt);
+    call.p.pages = slots.pages;
+    set.decode(call.p, team);
+  } else {
+    set.forward(call.p, team);
+  }
   return {out, lse};
 }
 
+// The kernel holds what every chunk of keys gives every row, so many rows come some at a time.
+void decode_in_turns(Call& call, const Kernels& set, const Team& team) {
+  constexpr int64_t kRowsAtOnce = 64;  // of a kv head
+  AttentionParams& p = call.p;
+  const int64_t group = std::max<int64_t>(p.q_heads / std::max<int64_t>(p.kv_heads, 1), 1);
+  p.max_lq = std::max<int64_t>(kRowsAtOnce / group, 1);
+  for (int64_t first = 0; first < p.q_rows; first += p.max_lq) {
+    p.max_lq = std::min(p.max_lq, p.q_rows - first);
+    for (Sequence& s : call.sequences) {
+      const int64_t step = first - s.q0;
+      s.q0 = first, s.lq = p.max_lq;
+      s.off += step, s.lo += step, s.hi += step;
+    }
+    set.decode(p, team);
+  }
+}
+
 std::tuple<Tensor, Tensor> decode(const Tensor& q, const Tensor& k, const Tensor& v,
-                                  ATTNKIT_PARAMETERS) {
+                                  ATTNKIT_PARAMETERS, const MaybeTensor& starts,
+                                  const MaybeTensor& block_table, const MaybeTensor& batch_index,
+                                  const MaybeTensor& k_scale, const MaybeTensor& v_scale) {
   const ATTNKIT_OPTIONS;
   STD_TORCH_CHECK(!blocks.has_value() && !cu_seqlens_q.has_value() && dropout_p == 0,
                   "decoding takes no blocks, no packed sequences and no dropout");
-  Call call(q, k, v, options, true);
+  const CacheOptions cache{starts, block_table, batch_index, k_scale, v_scale};
+  Call call(q, k, v, options, &cache);
   Tensor out = empty_like_layout(q, v.size(3));
   Tensor lse = empty<3>({q.size(0), q.size(1), q.size(2)}, lse_dtype(q));
   call.p.out = array_of(out, "out");
   call.p.lse = lse.mutable_data_ptr();
-  const bool few = call.p.q_rows * call.p.q_heads <= 64 * call.p.kv_heads;
-  const bool readable = call.p.k.column == 1 && call.p.v.column == 1;
-  const Kernels& set = kernels_for(call.p.q.dtype);
-  const auto kernel = few && readable ? set.decode : set.forward;
-  kernel(call.p, team_for(call.flops));
+  const AttentionParams& p = call.p;
+  const bool few = p.q_rows * p.q_heads <= 64 * p.kv_heads;
+  const bool readable =
+      (p.k.column == 1 || p.head_dim <= 1) && (p.v.column == 1 || p.value_dim <= 1);
+  // only one key after the other, in the place of its sequence, can be packed
+  const bool packable = !block_table.has_value() && !batch_index.has_value() && !quantised(p.k);
+  STD_TORCH_CHECK(readable || packable, "k and v have strides ", p.k.column, " and ", p.v.column,
+                  " in their last dimension, expected 1 for a paged or quantised cache");
+  const Kernels& set = kernels_for(p.q.dtype);
+  const Team team = team_for(call.flops);
+  if (readable && (few || !packable))
+    decode_in_turns(call, set, team);
+  else
+    set.forward(p, team);
   return {out, lse};
+}
+
+// Writes k and v [sequences, heads, tokens, .] behind `lengths`; everything is checked before.
+void append(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
+            const MaybeTensor& k_scale, const MaybeTensor& v_scale, const Tensor& lengths,
+            const MaybeTensor& block_table, const MaybeTensor& batch_index, const MaybeTensor& cos,
+            const MaybeTensor& sin, bool interleaved) {
+  AppendParams p;
+  p.k = array_of(k, "k");
+  p.v = array_of(v, "v");
+  p.k_cache = cache_of(k_cache, "k_cache");
+  p.v_cache = cache_of(v_cache, "v_cache");
+  p.k_scale = scales_of(k_scale, k_cache, "k_scale");
+  p.v_scale = scales_of(v_scale, v_cache, "v_scale");
+  const bool kept =
+      quantised(p.k_cache) ? p.k.dtype != DType::kFloat64 : p.k_cache.dtype == p.k.dtype;
+  STD_TORCH_CHECK(p.k.dtype == p.v.dtype && p.k_cache.dtype == p.v_cache.dtype && kept &&
+                      p.k.dtype != DType::kBool,
+                  "k, v and the cache have dtypes that do not fit together");
+  p.sequences = k.size(0), p.heads = k.size(1), p.tokens = k.size(2);
+  p.head_dim = k.size(3), p.value_dim = v.size(3);
+  const auto alike = [](const Tensor& a, const Tensor& b) {
+    return a.size(0) == b.size(0) && a.size(1) == b.size(1) && a.size(2) == b.size(2);
+  };
+  STD_TORCH_CHECK(alike(k, v) && alike(k_cache, v_cache) && k_cache.size(1) == p.heads &&
+                      k_cache.size(3) == p.head_dim && v_cache.size(3) == p.value_dim,
+                  "the shapes of k, v and the cache do not fit together");
+  const MaybeTensor filled = contiguous(lengths, ScalarType::Int, "lengths");
+  STD_TORCH_CHECK(filled->numel() == p.sequences, "lengths must be [batch]");
+  p.lengths = data_of<int32_t>(filled);
+
+  const Slots slots(k_cache, p.sequences, block_table, batch_index);
+  p.pages = slots.pages;
+  int64_t longest = 0;
+  std::vector<int32_t> pages;
+  for (int64_t b = 0; b < p.sequences; ++b) {
+    slots.check(b, p.lengths[b], p.lengths[b] + p.tokens, &pages);
+    longest = std::max(longest, p.lengths[b] + p.tokens);
+  }
+  std::sort(pages.begin(), pages.end());
+  const auto twice = std::adjacent_find(pages.begin(), pages.end());
+  STD_TORCH_CHECK(twice == pages.end(), "page ", *twice,
+                  " of the cache belongs to two of the sequences, expected each to write to its "
+                  "own");
+
+  const ScalarType real = lse_dtype(k);
+  const MaybeTensor cosines = contiguous(cos, real, "cos"), sines = contiguous(sin, real, "sin");
+  STD_TORCH_CHECK(cos.has_value() == sin.has_value(), "cos and sin belong together");
+  if (cos.has_value()) {
+    STD_TORCH_CHECK(cos->dim() == 2 && sin->dim() == 2 && cos->size(0) == sin->size(0) &&
+                        cos->size(1) == sin->size(1) && 2 * cos->size(1) <= p.head_dim,
+                    "cos and sin must both be [slots, rotary_dim / 2]");
+    STD_TORCH_CHECK(longest <= cos->size(0), "cos and sin have ", cos->size(0),
+                    " positions, expected at least ", longest);
+    p.cos = cosines->const_data_ptr(), p.sin = sines->const_data_ptr();
+    p.rotary_dim = 2 * cos->size(1);
+    p.interleaved = interleaved;
+  }
+
+  p.k_cache.data = k_cache.mutable_data_ptr(), p.v_cache.data = v_cache.mutable_data_ptr();
+  if (k_scale.has_value()) p.k_scale.data = k_scale->mutable_data_ptr();
+  if (v_scale.has_value()) p.v_scale.data = v_scale->mutable_data_ptr();
+  const double values = static_cast<double>(k.numel()) + static_cast<double>(v.numel());
+  kernels_for(p.k.dtype).append(p, team_for(4 * values));
 }
 
 // Whether some lse is too coarse to hold the sum of its row (see row_sums.inl).
@@ -347,7 +575,7 @@ Gradients backward(const Tensor& dout, const MaybeTensor& dlse, const Tensor& q,
                    const Tensor& v, const Tensor& out, const Tensor& lse, ATTNKIT_PARAMETERS,
                    bool want_dq, bool want_dk, bool want_dv, bool want_dbias, bool want_dsinks) {
   const ATTNKIT_OPTIONS;
-  Call call(q, k, v, options, false);
+  Call call(q, k, v, options);
   AttentionParams& p = call.p;
   const ScalarType real = lse_dtype(q);
   STD_TORCH_CHECK(dout.scalar_type() == q.scalar_type() && lse.scalar_type() == real,
@@ -466,6 +694,7 @@ STABLE_TORCH_LIBRARY_IMPL(attnkit, CPU, m) {
   m.impl("cpu_forward", TORCH_BOX(&attnkit::forward));
   m.impl("cpu_backward", TORCH_BOX(&attnkit::backward));
   m.impl("cpu_decode", TORCH_BOX(&attnkit::decode));
+  m.impl("cpu_append", TORCH_BOX(&attnkit::append));
   m.impl("cpu_probe_read", TORCH_BOX(&attnkit::probe_read));
 }
 

@@ -7,6 +7,8 @@ ATTNKIT_INLINE int64_t bytes_of(DType dtype) {
     case DType::kFloat64:
       return 8;
     case DType::kBool:
+    case DType::kInt8:
+    case DType::kFloat8:
       return 1;
     default:
       return 2;

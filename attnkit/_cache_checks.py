@@ -1,0 +1,77 @@
+"""What a call on a cache asks of it, at the door, beside what `_checks` asks of every call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnkit import _checks
+from attnkit.masks import describe
+from attnkit.spec import CacheArgs
+
+EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
+
+
+def quantised(key: Any, cache: CacheArgs) -> bool:
+    """Whether the call means a quantised cache, rightly or not."""
+    scaled = cache.k_scale is not None or cache.v_scale is not None
+    return scaled or (isinstance(key, Tensor) and key.dtype in EIGHT_BITS)
+
+
+def check_scales(q: Tensor, key: Any, value: Any, cache: CacheArgs) -> None:
+    """Check a quantised cache [N, Hkv, S, .] and its scales for settled queries.
+
+    Raises:
+        TypeError: not tensors, or of another dtype.
+        RuntimeError: shapes or devices that do not fit.
+    """
+    scales = (("key", key, cache.k_scale), ("value", value, cache.v_scale))
+    for name, t, scale in scales:
+        if not isinstance(t, Tensor) or t.dtype not in EIGHT_BITS or t.dtype != key.dtype:
+            raise TypeError(
+                f"cache_{name} is {describe(t)}, expected int8 or float8_e4m3fn, keys and values "
+                "alike, with key_scale and value_scale"
+            )
+        if t.device != q.device:
+            raise RuntimeError(f"cache_{name} is on {t.device}, query is on {q.device}")
+        _checks.per_sequence(f"{name}_scale", scale, torch.float32, tuple(t.shape[:3]), q)
+    if q.dtype == torch.float64:
+        raise TypeError(
+            "query is torch.float64, expected float32, bfloat16 or float16 for a quantised cache"
+        )
+
+
+def check_rows(q: Tensor, key: Tensor, value: Tensor, cache: CacheArgs) -> int:
+    """The slots of a sequence, if q [B, Hq, Lq, D] and the cache [N, Hkv, S, .] fit together.
+
+    Raises:
+        TypeError: a tensor of `cache` has another dtype.
+        ValueError: both block_table and batch_index.
+        RuntimeError: shapes or devices that do not fit.
+    """
+    table, index = cache.block_table, cache.batch_index
+    if cache.starts is not None:
+        _checks.per_sequence("starts", cache.starts, torch.int32, (q.shape[0],), q)
+    if table is None and index is None:
+        _checks.check_sizes(q, key, value)
+        return key.shape[2]
+    if table is not None and index is not None:
+        raise ValueError("block_table and batch_index are both given, expected one of them")
+    for name, t in (("query", q), ("cache_key", key), ("cache_value", value)):
+        if t.dim() != 4:
+            raise RuntimeError(f"{name} has shape {tuple(t.shape)}, expected 4 dimensions")
+    if key.shape[:3] != value.shape[:3]:
+        raise RuntimeError(
+            f"cache_value has rows, heads and slots {tuple(value.shape[:3])}, cache_key has "
+            f"{tuple(key.shape[:3])}"
+        )
+    _checks.check_head_dim(q, key)
+    _checks.check_groups(q.shape[1], key.shape[1], "cache_key")
+    if index is not None:
+        _checks.per_sequence("batch_index", index, torch.int32, (q.shape[0],), q)
+        return key.shape[2]
+    width = table.shape[1] if isinstance(table, Tensor) and table.dim() == 2 else 0
+    _checks.per_sequence("block_table", table, torch.int32, (q.shape[0], width), q)
+    return width * key.shape[2]
