@@ -89,15 +89,15 @@ MUTANTS = [
     Mutant(
         "bias: -inf does not hide a key that holds NaN",
         "scores.inl",
-        "select<T>(b == none, none, load(s + x) + b)",
-        "load(s + x) + b",
+        "select<T>(b == none, none, v + b);",
+        "v + b;",
         "forward",
     ),
     Mutant(
         "bottom-right: offset of the transposed case",
         "operators.cpp",
-        "(by_length ? s.lk : full) - s.lq : 0",
-        "s.lq - (by_length ? s.lk : full) : 0",
+        "(cache ? s.lk : full) - s.lq : 0",
+        "s.lq - (cache ? s.lk : full) : 0",
         "forward",
     ),
     # ---- scores
@@ -118,8 +118,8 @@ MUTANTS = [
     Mutant(
         "softcap: not multiplied back",
         "scores.inl",
-        "store(s + x, t * softcap);",
-        "store(s + x, t);",
+        "v = t * softcap;",
+        "v = t;",
         "forward",
     ),
     Mutant(
@@ -233,8 +233,8 @@ MUTANTS = [
     Mutant(
         "dS: NaN of hidden values",
         "backward.inl",
-        "store(t.ds + x, select<T>(p == Vec<T>{}, Vec<T>{}, ds));",
-        "store(t.ds + x, ds);",
+        "ds = select<T>(p == Vec<T>{}, Vec<T>{}, ds);",
+        "",
         "backward",
     ),
     Mutant(
@@ -275,7 +275,7 @@ MUTANTS = [
         "dbias: dropout forgotten",
         "bias_gradient.inl",
         "store(dp + x, load(dp + x) * load(t.drop + x));",
-        "",
+        ";",
         "backward",
     ),
     Mutant(
@@ -296,7 +296,7 @@ MUTANTS = [
     Mutant(
         "pairs: scores of the exponential without the scale",
         "forward.inl",
-        "t.unit = late ? static_cast<T>(p_.scale) : T{1};",
+        "t.unit = Op::kPair > 1 && late ? static_cast<T>(p_.scale) : T{1};",
         "t.unit = T{1};",
         "forward",
         "wide",
@@ -346,29 +346,29 @@ MUTANTS = [
     Mutant(
         "dropout: counter off by one",
         "philox.inl",
-        "(j + at) / 4 + l);",
-        "(j + at) / 4 + l + 1);",
+        "{count(j + at, 4),",
+        "{count(j + at + 4, 4),",
         "dropout",
     ),
     Mutant(
-        "dropout: batch and head swapped",
+        "dropout: heads counted from one",
         "philox.inl",
-        "static_cast<uint32_t>(i), Wide{} + head, Wide{} + batch}",
-        "static_cast<uint32_t>(i), Wide{} + batch, Wide{} + head}",
+        "Wide{} + static_cast<uint32_t>(i), Wide{} + head,",
+        "Wide{} + static_cast<uint32_t>(i), Wide{} + (head + 1),",
         "dropout",
     ),
     Mutant(
         "dropout: the backward pass counts from its own block",
         "philox.inl",
-        "c[1][l] = static_cast<uint32_t>(i + at + l);",
-        "c[1][l] = static_cast<uint32_t>(at + l);",
+        "count(i + at, 1)",
+        "count(at, 1)",
         "backward",
     ),
     Mutant(
         "dropout: the edge is dropped, too",
         "philox.inl",
-        "(x >> 8) >= threshold",
-        "(x >> 8) > threshold",
+        "__builtin_convertvector(x >= threshold, Ints)",
+        "__builtin_convertvector(x >= threshold + 256, Ints)",
         "dropout",
     ),
     Mutant(
@@ -396,7 +396,7 @@ MUTANTS = [
     Mutant(
         "decode: bottom-right counts from the room of the cache",
         "operators.cpp",
-        "(by_length ? s.lk : full)",
+        "(cache ? s.lk : full)",
         "full",
         "decode",
     ),
@@ -417,7 +417,7 @@ MUTANTS = [
     Mutant(
         "decode: values that are not finite go the fast way",
         "decode.inl",
-        "bool careful = !plain && !finite_values(s, kv, j, n);",
+        "bool careful = !plain && !finite_values(at, n);",
         "bool careful = false;",
         "decode",
     ),
