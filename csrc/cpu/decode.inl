@@ -221,7 +221,7 @@ class Decode {
   }
 
   // s[M][kBlock] = q k^T for the n keys of a block: kLanes dot products at a time, one per
-  // accumulator, summed across lanes by a transpose.
+  // accumulator, summed across lanes all together.
   template <int M>
   void scores(const Places& at, const T* q, int64_t n, T* to) {
     constexpr int kRowsHere = M <= kLanes<T> ? M : kLanes<T>;
@@ -231,7 +231,6 @@ class Decode {
       for (int64_t x = 0; x < n; x += kKeys) {
         const Stored* k[kKeys];
         for (int y = 0; y < kKeys; ++y) k[y] = at.k[lesser(x + y, n - 1)];
-        IntVec<T> bits[kLanes<T>];
         Vec<T> c[kRowsHere][kKeys];
 #pragma GCC unroll 16
         for (int m = 0; m < kRowsHere; ++m)
@@ -255,15 +254,11 @@ class Decode {
             for (int m = 0; m < kRowsHere; ++m)
               c[m][y] += load(q + (first + m) * q_ld_ + whole) * From::get(tail);
           }
+        Vec<T> dots[kLanes<T>];
 #pragma GCC unroll 16
-        for (int a = 0; a < kLanes<T>; ++a)
-          bits[a] = reinterpret_cast<IntVec<T>>(c[a / kKeys][a % kKeys]);
-        transpose<T>(bits);
-        Vec<T> sum = reinterpret_cast<Vec<T>>(bits[0]);
-#pragma GCC unroll 16
-        for (int a = 1; a < kLanes<T>; ++a) sum += reinterpret_cast<Vec<T>>(bits[a]);
+        for (int a = 0; a < kLanes<T>; ++a) dots[a] = c[a / kKeys][a % kKeys];
         T lane[kLanes<T>];
-        store(lane, sum);
+        store(lane, sums_of<T>(dots));
         for (int m = 0; m < kRowsHere; ++m)
           for (int y = 0; y < kKeys && x + y < n; ++y)
             to[(first + m) * kBlock + x + y] = lane[m * kKeys + y];

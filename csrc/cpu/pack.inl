@@ -230,6 +230,23 @@ ATTNKIT_INLINE void transpose(IntVec<T> (&r)[kLanes<T>]) {
   }
 }
 
+// Lane l of the result is the sum of the lanes of v[l]: rounds of perfect shuffles that add.
+template <class T>
+ATTNKIT_INLINE Vec<T> sums_of(Vec<T> (&v)[kLanes<T>]) {
+  constexpr int kN = kLanes<T>;
+  constexpr auto kAll = std::make_integer_sequence<int, kN>{};
+#pragma GCC unroll 4
+  for (int half = kN / 2; half > 0; half /= 2)
+#pragma GCC unroll 16
+    for (int i = 0; i < half; ++i) {
+      const auto a = reinterpret_cast<IntVec<T>>(v[i]);
+      const auto b = reinterpret_cast<IntVec<T>>(v[i + half]);
+      v[i] = reinterpret_cast<Vec<T>>(interleave<T, false>(a, b, kAll)) +
+             reinterpret_cast<Vec<T>>(interleave<T, true>(a, b, kAll));
+    }
+  return v[0];
+}
+
 // to[j][i] = from[i][j], a square of lanes.
 template <class T>
 ATTNKIT_INLINE void transpose_square(const T* from, int64_t ld, T* to, int64_t to_ld) {

@@ -7,9 +7,20 @@ typedef uint8_t Fp8Vec __attribute__((vector_size(kVectorBytes / 4)));
 constexpr float kLargestInt8 = 127, kLargestFp8 = 448;
 
 ATTNKIT_INLINE Vec<float> load_int8(const int8_t* p) {
+  // compilers take the general way one value at a time
+#if defined(ATTNKIT_ISA_AVX512)
+  __m128i v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(v));
+#elif defined(ATTNKIT_ISA_AVX2)
+  int64_t v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(v)));
+#else
   Int8Vec v;
   __builtin_memcpy(&v, p, sizeof v);
   return __builtin_convertvector(__builtin_convertvector(v, IntVec<float>), Vec<float>);
+#endif
 }
 
 // In the place of a float16 the bits mean 2^-8 of the value, also where they are subnormal.

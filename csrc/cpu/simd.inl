@@ -257,10 +257,21 @@ ATTNKIT_INLINE uint16_t to_fp16(float f) {
   return static_cast<uint16_t>(sign | (bits >> 13));
 }
 
-ATTNKIT_INLINE Vec<float> load_bf16(const uint16_t* p) {
+// 16-bit values in the lower halves of words.  GCC puts vectors of 64 bytes together from halves.
+ATTNKIT_INLINE IntVec<float> widen(const uint16_t* p) {
+#if defined(ATTNKIT_ISA_AVX512)
+  __m256i h;
+  __builtin_memcpy(&h, p, sizeof h);
+  return reinterpret_cast<IntVec<float>>(_mm512_cvtepu16_epi32(h));
+#else
   Simd<float>::HalfVec h;
   __builtin_memcpy(&h, p, sizeof h);
-  return reinterpret_cast<Vec<float>>(__builtin_convertvector(h, IntVec<float>) << 16);
+  return __builtin_convertvector(h, IntVec<float>);
+#endif
+}
+
+ATTNKIT_INLINE Vec<float> load_bf16(const uint16_t* p) {
+  return reinterpret_cast<Vec<float>>(widen(p) << 16);
 }
 
 ATTNKIT_INLINE void store_bf16(uint16_t* p, Vec<float> v) {
@@ -280,11 +291,7 @@ ATTNKIT_INLINE void store_bf16(uint16_t* p, Vec<float> v) {
 
 // {first[0], second[0], first[1], ...}, two 16-bit values to a word.
 ATTNKIT_INLINE IntVec<float> zip(const uint16_t* first, const uint16_t* second) {
-  Simd<float>::HalfVec a, b;
-  __builtin_memcpy(&a, first, sizeof a);
-  __builtin_memcpy(&b, second, sizeof b);
-  return __builtin_convertvector(a, IntVec<float>) |
-         (__builtin_convertvector(b, IntVec<float>) << 16);
+  return widen(first) | (widen(second) << 16);
 }
 
 ATTNKIT_INLINE Vec<float> load_fp16(const uint16_t* p) {
