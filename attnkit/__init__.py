@@ -28,7 +28,10 @@ __all__ = [
 ]
 
 _PARTS = frozenset(
-    ("backends", "benchmark", "cache", "masks", "models", "nn", "recording", "testing", "viz")
+    (
+        *("backends", "benchmark", "cache", "flash_attn", "masks", "models", "nn", "recording"),
+        *("testing", "viz"),
+    )
 )
 
 

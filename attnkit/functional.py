@@ -373,6 +373,7 @@ def decode_attention(
     value_scale: Tensor | None = None,
     keep: Tensor | None = None,
     left: int | None = None,
+    right: int | None = None,
     causal: bool = True,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -404,7 +405,8 @@ def decode_attention(
         key_scale, value_scale: float32 [N, Hkv, S], what a stored key or value is multiplied with.
         keep: bool [B, capacity], True = attend; hides slots.
         left: keys before a query's own position that it sees; None: all of them.
-        causal: a query sees no key after its own position.
+        right: keys after it, likewise, where `causal` is False.
+        causal: a query sees no key after its own position, whatever `right` says.
         scale, softcap, sinks, alibi, return_lse: as in `attention`; ALiBi counts from the position.
 
     Returns:
@@ -436,11 +438,12 @@ def decode_attention(
     _checks.per_sequence("lengths", lengths, torch.int32, (batch,), query)
     if keep is not None:
         _checks.per_sequence("keep", keep, torch.bool, (batch, capacity), query)
-    if left is not None and _checks.count("left", left) < 0:
-        raise ValueError(f"left is {left}, expected 0 or more, or None for no limit")
+    for name, bound in (("left", left), ("right", right)):
+        if bound is not None and _checks.count(name, bound) < 0:
+            raise ValueError(f"{name} is {bound}, expected 0 or more, or None for no limit")
     args, spec, _ = gather(query, capacity, scale=scale, softcap=softcap, sinks=sinks, alibi=alibi)
     args = TensorArgs(None, args.sinks, keep, lengths, alibi=args.alibi)
-    right = 0 if _checks.flag("causal", causal) else None
+    right = 0 if _checks.flag("causal", causal) else right
     spec = AttentionSpec(spec.scale, left, right, True, spec.softcap)
     out, lse = run_decode(query, cache_key, cache_value, args, spec, cache)
     return (out, lse) if return_lse else out
