@@ -276,7 +276,7 @@ MUTANTS = [
         "bias_gradient.inl",
         "store(dp + x, load(dp + x) * load(t.drop + x));",
         ";",
-        "backward",
+        "dropout",
     ),
     Mutant(
         "gradients past a length stay unwritten",

@@ -100,3 +100,11 @@ def test_weights_are_the_ones_used(backend):
     p = reference.weights(x.q, x.k, x.args, x.spec)
     assert torch.equal(out != 0, p != 0)
     torch.testing.assert_close(out, p)
+
+
+@pytest.mark.parametrize("axes", ["bhqk", "1hqk", "b11k", "11q1"])
+def test_gradient_of_a_bias(backend, axes):
+    """Of every entry of the scores, and summed over what was broadcast."""
+    case = Case("", 2, 4, 2, 33, 130, 16, bias=f"float:{axes}", dropout_p=0.3)
+    x = testing.build(case, torch.float32)
+    testing.check(testing.run(backend, x), testing.expect(x))
