@@ -185,6 +185,11 @@ def number(name: str, value: Any) -> float:
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
         return value  # type: ignore[return-value]
     if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
+        if value.requires_grad:
+            raise TypeError(
+                f"{name} is a tensor that requires a gradient, expected a float: multiply the "
+                "query by it instead"
+            )
         return float(value)
     raise TypeError(f"{name} is {describe(value)}, expected a float")
 

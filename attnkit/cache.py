@@ -123,6 +123,9 @@ class _Cache:
             raise ValueError(f"v has {v.shape[2]} tokens, k has {n}")
         if counts is not None:
             _expect("counts", counts, torch.int32, (k.shape[0],))
+            looked_at = counts.is_cpu and not torch.compiler.is_compiling()
+            if looked_at and bool(((counts < 0) | (counts > n)).any()):
+                raise ValueError(f"counts is {counts.tolist()}, expected 0 to {n}, the tokens")
         return n
 
     def _put(self, k: Tensor, v: Tensor, slots: Tensor | int) -> None:

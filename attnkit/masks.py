@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 _INF = float("inf")
+_LARGEST = 2**31 - 1
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -253,6 +254,8 @@ def padding(lengths: Tensor) -> Mask:
     _integers("lengths", lengths)
     if lengths.dim() != 1:
         raise ValueError(f"lengths has shape {_shape(lengths)}, expected (batch,)")
+    if lengths.dtype == torch.int64:  # more than 31 bits would change the sign
+        lengths = lengths.clamp(0, _LARGEST)
     return Mask(lengths=lengths.to(torch.int32))
 
 
@@ -279,12 +282,13 @@ def documents(q_ids: Tensor, k_ids: Tensor | None = None) -> Mask:
     """Several documents in one sequence: a query sees the keys that have its own document's id.
 
     Args:
-        q_ids: integer tensor [B, Lq], or [Lq] for one that all sequences share; ids fit in int32.
+        q_ids: integer tensor [B, Lq], or [Lq] for one that all sequences share; ids fit in int32,
+            which is checked on the CPU (on a GPU, and in a compiled graph, it is trusted).
         k_ids: integer tensor [B, Lk] or [Lk]; None: the same as q_ids.
 
     Raises:
         TypeError: not integer tensors.
-        ValueError: not of one or two dimensions.
+        ValueError: not of one or two dimensions, or ids of more than 32 bits.
     """
     if k_ids is None:
         k_ids = q_ids
@@ -293,6 +297,12 @@ def documents(q_ids: Tensor, k_ids: Tensor | None = None) -> Mask:
         if ids.dim() not in (1, 2):
             raise ValueError(
                 f"{name} has shape {_shape(ids)}, expected (batch, length) or (length,)"
+            )
+        looked_at = ids.dtype == torch.int64 and ids.is_cpu and not torch.compiler.is_compiling()
+        if looked_at and not bool((ids == ids.to(torch.int32)).all()):
+            raise ValueError(
+                f"{name} holds ids from {int(ids.min())} to {int(ids.max())}, expected ids that "
+                "fit in int32: number the documents, torch.unique(..., return_inverse=True) does"
             )
     q, k = (t.to(torch.int32)[None] if t.dim() == 1 else t.to(torch.int32) for t in (q_ids, k_ids))
     return Mask(q_segments=q, k_segments=k)

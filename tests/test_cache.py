@@ -300,6 +300,9 @@ def test_counts_leave_padding_behind_the_length(backend):
     assert torch.equal(cache.k[1, :, 6], k[1, :, 0])
     with pytest.raises(ValueError, match=r"counts is torch.int64 \(2,\), expected torch.int32"):
         cache.append(k, v, counts.long())
+    for wrong in ([5, 1], [-1, 1]):
+        with pytest.raises(ValueError, match=r"counts is .*, expected 0 to 1, the tokens"):
+            cache.append(k, v, torch.tensor(wrong, dtype=torch.int32))
 
 
 def test_a_cache_that_was_even_still_writes_at_the_lengths():

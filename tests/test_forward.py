@@ -209,3 +209,11 @@ def test_the_fresh_output_is_written_not_the_inputs(backend):
     forward(backend, x)
     for t, old in zip(x[:3], before, strict=True):
         assert torch.equal(t, old)
+
+
+@pytest.mark.parametrize("hide", ["", "lengths", "keep", "left", "segments", "blocks"])
+@pytest.mark.parametrize(("queries", "keys"), [(0, 65), (0, 0), (5, 0)])
+@pytest.mark.parametrize("bias", ["", "float:bhqk"])
+def test_no_queries_and_no_keys_under_every_mask(backend, hide, queries, keys, bias):
+    x = testing.build(Case("", queries=queries, keys=keys, hide=hide, bias=bias), torch.float32)
+    testing.check(testing.run(backend, x), testing.expect(x))

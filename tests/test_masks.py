@@ -254,3 +254,13 @@ def test_masks_in_a_compiled_graph():
             lambda q, m: attnkit.attention(q, q, q, mask=m), fullgraph=True, backend="aot_eager"
         )
         torch.testing.assert_close(compiled(q, ready), attnkit.attention(q, q, q, mask=ready))
+
+
+def test_numbers_of_64_bits():
+    lengths = masks.padding(torch.tensor([2**31 + 5, 3, -(2**40)])).lengths
+    assert lengths is not None
+    assert lengths.tolist() == [2**31 - 1, 3, 0]
+    with pytest.raises(ValueError, match=r"q_ids holds ids from 0 to 4294967296, .* fit in int32"):
+        masks.documents(torch.tensor([2**32, 0]))
+    with pytest.raises(ValueError, match="k_ids holds ids"):
+        masks.documents(torch.tensor([1, 0]), torch.tensor([-(2**31) - 1, 0]))

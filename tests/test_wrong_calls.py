@@ -137,6 +137,8 @@ WRONG = {
     "causal None": Wrong(lambda: sdpa(is_causal=None), TypeError,
         "is_causal is None, expected a bool"),
     "scale str": Wrong(lambda: sdpa(scale="1"), TypeError, "scale is str '1', expected a float"),
+    "scale learned": Wrong(lambda: sdpa(scale=torch.ones((), requires_grad=True)), TypeError,
+        "scale is a tensor that requires a gradient, expected a float"),
     "scale vector": Wrong(lambda: sdpa(scale=t(2)), TypeError,
         r"scale is a float32 tensor of shape \(2,\), expected a float"),
     "dropout negative": Wrong(lambda: sdpa(dropout_p=-0.1), RuntimeError,

@@ -65,6 +65,7 @@ class Decode {
         o_ld_(ceil_to(p.value_dim, kLanes<T>)) {}
 
   void run() {
+    if (rows_ == 0) return;
     const int64_t heads = p_.sequences * p_.kv_heads;
     const int64_t chunks = greater<int64_t>(1, (p_.max_lk + kDecodeChunk - 1) / kDecodeChunk);
     const int64_t items = heads * chunks;
