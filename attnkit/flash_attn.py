@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from attnkit import _checks, dispatch
+from attnkit.backends import reference
 from attnkit.functional import (
     attention,
     attention_weights,
@@ -400,12 +401,4 @@ def _rotate(x: Tensor, tables: RotaryTables, positions: Tensor) -> Tensor:
             f"rotary_cos has {len(tables.cos)} positions, a query stands at {int(positions.max())}"
         )
     cos, sin = (t[positions.long()][:, :, None] for t in (tables.cos, tables.sin))
-    width = 2 * cos.shape[-1]
-    turned, rest = x[..., :width].to(cos.dtype), x[..., width:]
-    if tables.interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-    else:
-        a, b = turned.chunk(2, dim=-1)
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    return torch.cat((turned.to(x.dtype), rest), dim=-1)
+    return reference.rotated(x, cos, sin, tables.interleaved).to(x.dtype)

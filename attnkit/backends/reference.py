@@ -159,7 +159,8 @@ def append(
         slots = lengths.long()[:, None] + torch.arange(k.shape[2], device=k.device)
         places = _places(k_cache, slots, cache)
         if rotary.cos is not None and rotary.sin is not None:
-            k = _rotated(k, rotary.cos[slots][:, None], rotary.sin[slots][:, None], rotary)
+            cos, sin = (t[slots][:, None] for t in (rotary.cos, rotary.sin))
+            k = rotated(k, cos, sin, rotary.interleaved)
         for new, old, scale in ((k, k_cache, cache.k_scale), (v, v_cache, cache.v_scale)):
             if scale is None:
                 _write(new.to(old.dtype), old, places)
@@ -184,12 +185,15 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return unit.clamp(-largest, largest).to(dtype), scale
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, rotary: RotaryTables) -> Tensor:
-    """x [B, H, n, D] with its first dimensions rotated by cos and sin [B, 1, n, rotary_dim / 2]."""
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x [..., D] with its first dimensions rotated by cos and sin [..., rotary_dim / 2].
+
+    In the dtype of cos; leading dimensions broadcast.
+    """
     turned, rest = x.to(cos.dtype).tensor_split((2 * cos.shape[-1],), -1)
-    a, b = turned.unflatten(-1, (-1, 2)).unbind(-1) if rotary.interleaved else turned.chunk(2, -1)
+    a, b = turned.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turned.chunk(2, -1)
     pair = (a * cos - b * sin, b * cos + a * sin)
-    turned = torch.stack(pair, -1).flatten(-2) if rotary.interleaved else torch.cat(pair, -1)
+    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
     return torch.cat((turned, rest), -1)
 
 
