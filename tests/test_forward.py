@@ -67,9 +67,21 @@ def test_half_precision_scores_do_not_overflow(backend, dim):
 @pytest.mark.parametrize("size", [30.0, 300.0, 3000.0])
 def test_large_scores(backend, size):
     """Weights of one key only, and hundreds of factors of e between neighbours."""
-    x = testing.build(Case("", 1, 2, 2, 33, 130, 16, right=20), torch.float32)
+    x = testing.build(Case("", 1, 2, 2, 111, 130, 16, right=20), torch.float32)
     x = x._replace(q=x.q * size)
     testing.check(forward(backend, x), testing.expect(x, gradients=False), size)
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("dtype", testing.DTYPES, ids=str)
+@pytest.mark.parametrize("key", [0, 5, 17, 40, 63, 64, 129])
+@pytest.mark.parametrize("queries", [17, 100])
+def test_one_key_far_above_the_others(backend, queries, key, dtype):
+    """Wherever it stands among keys that every query sees, the softmax is shifted by its score."""
+    x = testing.build(Case("", 1, 2, 2, queries, 130, 16), dtype)
+    x.q[..., 0] = 40
+    x.k[:, :, key, 0] = 40  # 400 above, e^400 overflows
+    testing.check(forward(backend, x), testing.expect(x, gradients=False))
 
 
 # ------------------------------------------------------------- rows of the lowest float

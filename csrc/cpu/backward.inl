@@ -342,10 +342,14 @@ class Backward {
              int64_t i, int64_t n, const PackedQueries<Op>& queries, Scratch& t) {
     const int64_t k_depth = depth_of<Op>(p_.head_dim), v_depth = depth_of<Op>(p_.value_dim);
     const bool softcap = head.has_softcap();
+    const int64_t middle = lesser(stop, floor_to(j, kBlock) + kBlock);  // where a block ends
+    const bool plain = stop == j + Op::kRows && head.plain(i, i + n, j, middle) &&
+                       (middle == stop || head.plain(i, i + n, middle, stop));
+    if constexpr (!Op::kTiled)
+      if (plain && !dropout.active && !p_.dbias.data) return plain_strip(r, queries, t);
+
     product<Op>(t.k + r * k_ld_, k_ld_, queries.q_columns, kPanel<T> * k_depth, k_depth, t.s,
                 kBlock, kBlock);
-    const bool same_block = (stop - 1) / kBlock == j / kBlock;
-    const bool plain = same_block && stop == j + Op::kRows && head.plain(i, i + n, j, stop);
     if (!plain)
       for (int m = 0; m < Op::kRows; ++m)
         head.column(j + m, i, kBlock, t.s + m * kBlock,
@@ -364,15 +368,13 @@ class Backward {
     accumulate<Op>(left(kept, t.p_left), kBlock, queries.g_rows, queries.g_panel, kBlock,
                    t.dv + r * dv_ld_, dv_ld_, dv_columns_);
 
-    // dS = P * (drop * dP - delta), 0 where P is: dP of a hidden key may be NaN
     product<Op>(t.v + r * v_ld_, v_ld_, queries.g_columns, kPanel<T> * v_depth, v_depth, t.ds,
                 kBlock, kBlock);
     for (int64_t x = 0; x < Op::kRows * kBlock; x += kLanes<T>) {
       const Vec<T> p = load(t.p + x);
       Vec<T> dp = load(t.ds + x);
       if (dropout.active) dp *= load(t.drop + x);
-      Vec<T> ds = p * (dp - load(queries.delta + x % kBlock));
-      ds = select<T>(p == Vec<T>{}, Vec<T>{}, ds);
+      Vec<T> ds = gradient(p, dp, load(queries.delta + x % kBlock));
       if (p_.dbias.data) store(t.dbias + r * kBlock + x, ds);
       if (softcap) ds = select<T>(p == Vec<T>{}, Vec<T>{}, ds * load(t.slope + x));
       store(t.ds + x, ds);
@@ -382,13 +384,75 @@ class Backward {
     keep_for_dq(r, t.ds, t);
   }
 
-  // P^T = exp(unit S^T - lse) / 2^low.
+  // The same where nothing is hidden, changed or dropped, with P^T and dS^T finished in registers.
+  void plain_strip(int64_t r, const PackedQueries<Op>& queries, Scratch& t) {
+    constexpr int kRows = Op::kRows;
+    const int64_t k_depth = depth_of<Op>(p_.head_dim), v_depth = depth_of<Op>(p_.value_dim);
+    multiply<Op>(t.k + r * k_ld_, k_ld_, queries.q_columns, kPanel<T> * k_depth, k_depth, kBlock,
+                 [&]<int N>(int64_t at, Vec<T>(&c)[kRows][N]) {
+#pragma GCC unroll 4
+                   for (int n = 0; n < N; ++n) {
+                     const int64_t x = at + n * kLanes<T>;
+                     const Vec<T> lse = load(queries.lse + x), low = load(queries.low + x);
+#pragma GCC unroll 8
+                     for (int m = 0; m < kRows; ++m) {
+                       c[m][n] = weight(c[m][n], s_factor_, lse, low);
+                       store(t.p + m * kBlock + x, c[m][n]);
+                       if constexpr (Op::kPair > 1)
+                         store_element(t.p_left + m * kBlock + x, c[m][n]);
+                     }
+                   }
+                 });
+    accumulate<Op>(Op::kPair > 1 ? t.p_left : reinterpret_cast<const Element*>(t.p), kBlock,
+                   queries.g_rows, queries.g_panel, kBlock, t.dv + r * dv_ld_, dv_ld_, dv_columns_);
+    multiply<Op>(t.v + r * v_ld_, v_ld_, queries.g_columns, kPanel<T> * v_depth, v_depth, kBlock,
+                 [&]<int N>(int64_t at, Vec<T>(&c)[kRows][N]) {
+                   Element* right = t.ds_right + at * kKeyChunk<Op> + r * kPanel<T>;
+#pragma GCC unroll 4
+                   for (int n = 0; n < N; ++n) {
+                     const int64_t x = at + n * kLanes<T>;
+                     const Vec<T> delta = load(queries.delta + x);
+#pragma GCC unroll 8
+                     for (int m = 0; m < kRows; ++m) {
+                       c[m][n] = gradient(load(t.p + m * kBlock + x), c[m][n], delta);
+                       store_element(ds_left(t) + m * kBlock + x, c[m][n]);
+                     }
+#pragma GCC unroll 8
+                     for (int m = 0; m < kRows; m += Op::kPair) {
+                       Element* to = right + m * kPanel<T> + n * kLanes<T> * Op::kPair;
+                       if constexpr (Op::kPair > 1)
+                         store_pair(to, c[m][n], c[m + 1][n]);
+                       else
+                         store(to, c[m][n]);
+                     }
+                   }
+                 });
+    accumulate<Op>(ds_left(t), kBlock, queries.q_rows, queries.q_panel, kBlock, t.dk + r * dk_ld_,
+                   dk_ld_, dk_columns_);
+  }
+
+  static Element* ds_left(const Scratch& t) {
+    if constexpr (Op::kPair > 1)
+      return t.ds_left;
+    else
+      return t.ds;
+  }
+
+  // P = exp(unit S - lse) / 2^low.
+  static ATTNKIT_INLINE Vec<T> weight(Vec<T> s, T unit, Vec<T> lse, Vec<T> low) {
+    return exp2<Op::kExpDegree>((s * unit - lse) * kLog2e<T> - low);
+  }
+  // dS = P * (dP - delta), 0 where P is: dP of a hidden key may be NaN.
+  static ATTNKIT_INLINE Vec<T> gradient(Vec<T> p, Vec<T> dp, Vec<T> delta) {
+    return select<T>(p == Vec<T>{}, Vec<T>{}, p * (dp - delta));
+  }
+
+  // P^T of a strip.
   void weights(const PackedQueries<Op>& queries, T unit, Scratch& t) {
     for (int64_t x = 0; x < kBlock; x += kLanes<T>) {
       const Vec<T> lse = load(queries.lse + x), low = load(queries.low + x);
       for (int64_t m = 0; m < Op::kRows; ++m)
-        store(t.p + m * kBlock + x,
-              exp2<Op::kExpDegree>((load(t.s + m * kBlock + x) * unit - lse) * kLog2e<T> - low));
+        store(t.p + m * kBlock + x, weight(load(t.s + m * kBlock + x), unit, lse, low));
     }
   }
 

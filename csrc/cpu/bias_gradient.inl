@@ -21,7 +21,8 @@ class BiasGradient {
     const int64_t blocks = (p_.max_lk + kBlock - 1) / kBlock;
     const int64_t row_tiles =
         p_.bias_row == 1 ? 1 : (p_.max_lq + kRowBlock<Op> - 1) / kRowBlock<Op>;
-    const int64_t column_tiles = p_.bias_column == 1 ? 1 : (p_.max_lk + kGroup - 1) / kGroup;
+    const int64_t column_tiles =
+        p_.bias_column == 1 ? 1 : (p_.max_lk + kGroup<Op> - 1) / kGroup<Op>;
     const int64_t tiles = p_.bias_batch * p_.bias_head * row_tiles * column_tiles;
     const int workers =
         static_cast<int>(lesser<int64_t>(team_.threads, greater(tiles, heads * blocks)));
@@ -56,31 +57,32 @@ class BiasGradient {
  private:
   struct Scratch {
     T *q, *g;        // [Op::kRows][..]
-    T *s, *dp;       // [Op::kRows][kGroup]
-    T *bias, *drop;  // [kGroup]
+    T *s, *dp;       // [Op::kRows][kGroup<Op>]
+    T *bias, *drop;  // [kGroup<Op>]
     T* fetch;
-    double* sum;  // [kRowBlock<Op>][kGroup]
+    double* sum;  // [kRowBlock<Op>][kGroup<Op>]
   };
 
   void layout(Workspace& w, Scratch& t) {
     w.take(t.q, Op::kRows * q_ld_);
     w.take(t.g, Op::kRows * g_ld_);
-    w.take(t.s, Op::kRows * kGroup);
-    w.take(t.dp, Op::kRows * kGroup);
-    w.take(t.bias, kGroup);
-    w.take(t.drop, kGroup);
+    w.take(t.s, Op::kRows * kGroup<Op>);
+    w.take(t.dp, Op::kRows * kGroup<Op>);
+    w.take(t.bias, kGroup<Op>);
+    w.take(t.drop, kGroup<Op>);
     w.take(t.fetch, kLanes<T> * scratch_of<Op>(greater(p_.head_dim, p_.value_dim)));
-    w.take(t.sum, kRowBlock<Op> * kGroup);
+    w.take(t.sum, kRowBlock<Op> * kGroup<Op>);
   }
 
   // One tile of d(bias): every (sequence, head, rows, keys) that was broadcast from it.
   void tile(int64_t batch, int64_t head, int64_t row, int64_t column, const T* k, const T* v,
             Scratch& t) {
     const bool all_rows = p_.bias_row == 1, all_columns = p_.bias_column == 1;
-    const int64_t r0 = all_rows ? 0 : row * kRowBlock<Op>, c0 = all_columns ? 0 : column * kGroup;
+    const int64_t r0 = all_rows ? 0 : row * kRowBlock<Op>,
+                  c0 = all_columns ? 0 : column * kGroup<Op>;
     const int64_t r1 = all_rows ? p_.max_lq : lesser(r0 + kRowBlock<Op>, p_.max_lq);
-    const int64_t c1 = all_columns ? p_.max_lk : lesser(c0 + kGroup, p_.max_lk);
-    for (int64_t x = 0; x < kRowBlock<Op> * kGroup; ++x) t.sum[x] = 0;
+    const int64_t c1 = all_columns ? p_.max_lk : lesser(c0 + kGroup<Op>, p_.max_lk);
+    for (int64_t x = 0; x < kRowBlock<Op> * kGroup<Op>; ++x) t.sum[x] = 0;
 
     const int64_t s0 = p_.bias_batch == 1 ? 0 : batch, h0 = p_.bias_head == 1 ? 0 : head;
     const int64_t s1 = p_.bias_batch == 1 ? p_.sequences : batch + 1;
@@ -89,20 +91,20 @@ class BiasGradient {
       for (int64_t h = h0; h < h1; ++h) {
         const int64_t at = h / group_ * p_.packed_keys + p_.sequence[s].key_pad;
         for (int64_t i = r0; i < lesser(r1, p_.sequence[s].lq); i += Op::kRows)
-          for (int64_t j = c0; j < lesser(c1, p_.sequence[s].lk); j += kGroup)
+          for (int64_t j = c0; j < lesser(c1, p_.sequence[s].lk); j += kGroup<Op>)
             strip(s, h, i, lesser<int64_t>(Op::kRows, p_.sequence[s].lq - i), j,
                   k + at * p_.head_dim, v + at * p_.value_dim, all_rows ? -1 : i - r0, all_columns,
                   t);
       }
 
     // past the sequence's keys nothing was added, so the zeros there are right, too
-    const int64_t columns = all_columns ? 1 : lesser(kGroup, p_.bias_column - c0);
+    const int64_t columns = all_columns ? 1 : lesser(kGroup<Op>, p_.bias_column - c0);
     const int64_t rows = all_rows ? 1 : lesser(kRowBlock<Op>, p_.bias_row - r0);
     for (int64_t r = 0; r < rows; ++r) {
       char* to = mutable_row_of(p_.dbias, batch, head, r0 + r) +
                  c0 * p_.dbias.column * bytes_of(p_.dbias.dtype);
-      T line[kGroup];
-      for (int64_t c = 0; c < columns; ++c) line[c] = static_cast<T>(t.sum[r * kGroup + c]);
+      T line[kGroup<Op>];
+      for (int64_t c = 0; c < columns; ++c) line[c] = static_cast<T>(t.sum[r * kGroup<Op> + c]);
       store_row(line, columns, T{1}, to, p_.dbias.dtype, p_.dbias.column);
     }
   }
@@ -116,23 +118,23 @@ class BiasGradient {
     const Labels<T> query_labels = query_labels_.from(s.row_pad);
     const Head<T> head(p_, sequence, h, key_labels, query_labels);
     const Dropout<T> dropout(p_, h, sequence);
-    const int64_t columns = ceil_to(lesser(kGroup, s.lk - j), kLanes<T>);
+    const int64_t columns = ceil_to(lesser(kGroup<Op>, s.lk - j), kLanes<T>);
     copy_rows<Op>(Rows{&p_.q, s.entry, h, s.q0 + i, n, p_.head_dim}, Op::kRows,
                   static_cast<T>(p_.scale), t.q, q_ld_);
     copy_rows<Op>(Rows{&p_.dout, s.entry, h, s.q0 + i, n, p_.value_dim}, Op::kRows, T{1}, t.g,
                   g_ld_);
-    product<Op>(t.q, q_ld_, k + j * p_.head_dim, kPanel<T> * p_.head_dim, p_.head_dim, t.s, kGroup,
-                columns);
+    product<Op>(t.q, q_ld_, k + j * p_.head_dim, kPanel<T> * p_.head_dim, p_.head_dim, t.s,
+                kGroup<Op>, columns);
     product<Op>(t.g, g_ld_, v + j * p_.value_dim, kPanel<T> * p_.value_dim, p_.value_dim, t.dp,
-                kGroup, columns);
+                kGroup<Op>, columns);
     for (int64_t m = 0; m < n; ++m) {
       const int64_t at = (s.entry * p_.q_heads + h) * p_.q_rows + s.q0 + i + m;
       const T lse = static_cast<const T*>(p_.lse)[at];
       if (lse == -kInfinity<T>) continue;
       const T low = p_.low ? static_cast<const T*>(p_.low)[at] : T{0};
       const T delta = delta_of<T>(p_, s.entry, h, s.q0 + i + m);
-      T* score = t.s + m * kGroup;
-      T* dp = t.dp + m * kGroup;
+      T* score = t.s + m * kGroup<Op>;
+      T* dp = t.dp + m * kGroup<Op>;
       for (int64_t x = 0; x < columns; x += kBlock)
         head.row(i + m, j + x, lesser(kBlock, columns - x), score + x, t.bias);
       if (dropout.active) {
@@ -140,7 +142,7 @@ class BiasGradient {
         for (int64_t x = 0; x < columns; x += kLanes<T>)
           store(dp + x, load(dp + x) * load(t.drop + x));
       }
-      double* sum = t.sum + greater<int64_t>(row, 0) * kGroup + (row < 0 ? 0 : m * kGroup);
+      double* sum = t.sum + greater<int64_t>(row, 0) * kGroup<Op> + (row < 0 ? 0 : m * kGroup<Op>);
       for (int64_t x = 0; x < columns; x += kLanes<T>) {
         const Vec<T> w = exp2((load(score + x) - lse) * kLog2e<T> - low);
         const Vec<T> ds = select<T>(w == Vec<T>{}, Vec<T>{}, w * (load(dp + x) - delta));

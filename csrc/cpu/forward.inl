@@ -1,13 +1,14 @@
 // out = softmax(scale * q k^T + mask) v;  lse = logsumexp of each row.
 //
-// The online softmax of FlashAttention (Dao et al., 2022) over groups of kGroup keys, counted from
+// The online softmax of FlashAttention (Dao et al., 2022) over groups of keys, counted from
 // key 0, so that a row's arithmetic depends on the keys that it sees and on nothing else: not on
 // the batch, the threads, the other rows, or how many keys follow.
 
 // A block of queries reuses a group of keys from L2; the scores of a strip of it fit in L1.
 template <class Op>
 constexpr int64_t kRowBlock = Op::kTiled ? 4 * Op::kRows : 16 * Op::kRows;
-constexpr int64_t kGroup = 4 * kBlock;
+template <class Op>
+constexpr int64_t kGroup = Op::kTiled ? 4 * kBlock : 8 * kBlock;
 
 // The keys and values of one (sequence, kv head), ready to multiply with.
 template <class Op>
@@ -113,10 +114,11 @@ class Forward {
     T* o;            // [kRowBlock<Op>][o_ld]
     T* m;            // [kRowBlock<Op>] running maximum, before `unit`
     T* l;            // [kRowBlock<Op>][lanes] running sums
-    T* s;            // [Op::kRows][kGroup] scores, then weights
-    Element* w;      // [Op::kRows][kGroup] weights as an operand (only for pairs)
-    T* bias;         // [kGroup]
-    T* raw;          // [kGroup] a copy of the scores, where values are not finite
+    T* s;            // [Op::kRows][kGroup<Op>] scores, then weights
+    Element* w;      // [Op::kRows][kGroup<Op>] weights as an operand (only for pairs)
+    T* bias;         // [kGroup<Op>]
+    T* top;          // [Op::kRows][lanes] maximum of each row of s
+    T* raw;          // [kGroup<Op>] a copy of the scores, where values are not finite
     Element* fetch;  // for packing
     PackedKeys<Op> keys;
     T early, unit;  // scale of a score before something is added to it, and inside the exponential
@@ -130,10 +132,11 @@ class Forward {
     w.take(t.o, kRowBlock<Op> * o_ld_);
     w.take(t.m, kRowBlock<Op>);
     w.take(t.l, kRowBlock<Op> * kLanes<T>);
-    w.take(t.s, Op::kRows * kGroup);
-    w.take(t.w, Op::kPair > 1 ? Op::kRows * kGroup : 0);
-    w.take(t.bias, kGroup);
-    w.take(t.raw, kGroup);
+    w.take(t.s, Op::kRows * kGroup<Op>);
+    w.take(t.w, Op::kPair > 1 ? Op::kRows * kGroup<Op> : 0);
+    w.take(t.bias, kGroup<Op>);
+    w.take(t.top, Op::kRows * kLanes<T>);
+    w.take(t.raw, kGroup<Op>);
     w.take(t.fetch, kLanes<T> * scratch_of<Op>(p_.head_dim) + 2 * o_ld_);
     t.keys.layout(w, keys, p_.head_dim, p_.value_dim);
   }
@@ -173,9 +176,10 @@ class Forward {
     for (int64_t x = 0; x < rounded; ++x) t.m[x] = -kInfinity<T>;
     for (int64_t x = 0; x < rounded * kLanes<T>; ++x) t.l[x] = 0;
     if constexpr (Op::kPair > 1)
-      for (int64_t x = 0; x < Op::kRows * kGroup; ++x) t.w[x] = 0;
+      for (int64_t x = 0; x < Op::kRows * kGroup<Op>; ++x) t.w[x] = 0;
 
-    for (int64_t g = floor_to(head.first_key(r), kGroup); g < head.last_key(r + n); g += kGroup)
+    for (int64_t g = floor_to(head.first_key(r), kGroup<Op>); g < head.last_key(r + n);
+         g += kGroup<Op>)
       for (int64_t x = 0; x < n; x += Op::kRows)
         strip(head, dropout, r + x, lesser<int64_t>(Op::kRows, n - x), x, g, keys, t);
 
@@ -186,21 +190,24 @@ class Forward {
   void strip(const Head<T>& head, const Dropout<T>& dropout, int64_t i, int64_t n, int64_t x,
              int64_t g, const PackedKeys<Op>& keys, Scratch& t) {
     const int64_t begin = floor_to(greater(g, head.first_key(i)), kPanel<T>);
-    const int64_t end =
-        ceil_to(lesser(g + kGroup, head.last_key(i + n)), greater<int64_t>(kLanes<T>, Op::kDepth));
+    const int64_t end = ceil_to(lesser(g + kGroup<Op>, head.last_key(i + n)),
+                                greater<int64_t>(kLanes<T>, Op::kDepth));
     const int64_t depth = depth_of<Op>(p_.head_dim);
-    Run runs[kGroup / kBlock];
+    Run runs[kGroup<Op> / kBlock];
     int count = 0;
     bool finite = true;
+    for (int64_t m = 0; m < Op::kRows; ++m) store(t.top + m * kLanes<T>, splat(-kInfinity<T>));
     for (int64_t j = begin; j < end; j = floor_to(j, kBlock) + kBlock) {
       const int64_t block = j / kBlock, stop = lesser(end, (block + 1) * kBlock);
       if (!head.any(i, i + n, block)) continue;
       T* s = t.s + (j - g);
-      product<Op>(t.q + x * q_ld_, q_ld_, keys.k + j * depth, kPanel<T> * depth, depth, s, kGroup,
-                  stop - j);
-      if (t.early != 1 || !head.plain(i, i + n, j, stop))
-        for (int64_t m = 0; m < n; ++m)
-          head.row(i + m, j, stop - j, s + m * kGroup, t.bias, t.early);
+      const bool plain = t.early == 1 && head.plain(i, i + n, j, stop);
+      scores(t.q + x * q_ld_, keys.k + j * depth, depth, stop - j, plain, s, t);
+      if (!plain)
+        for (int64_t m = 0; m < n; ++m) {
+          head.row(i + m, j, stop - j, s + m * kGroup<Op>, t.bias, t.early);
+          note_top(s + m * kGroup<Op>, stop - j, t.top + m * kLanes<T>);
+        }
       finite &= keys.v_finite[block] != 0;
       if (count && runs[count - 1].end == j - g)
         runs[count - 1].end = stop - g;
@@ -209,12 +216,12 @@ class Forward {
     }
     if (!count) return;
     // a loop over the rows for each step: the steps of one row wait for each other
-    for (int64_t m = 0; m < n; ++m) raise(runs, count, t.s + m * kGroup, t, x + m);
+    for (int64_t m = 0; m < n; ++m) raise(load(t.top + m * kLanes<T>), t, x + m);
     const bool keep = dropout.active || !finite;
     for (int64_t m = 0; m < n; ++m) {
-      T* s = t.s + m * kGroup;
-      Element* w = weights(t) + m * kGroup;
-      if (!finite) __builtin_memcpy(t.raw, s, kGroup * sizeof(T));
+      T* s = t.s + m * kGroup<Op>;
+      Element* w = weights(t) + m * kGroup<Op>;
+      if (!finite) __builtin_memcpy(t.raw, s, kGroup<Op> * sizeof(T));
       if (keep)
         weigh<true>(runs, count, s, w, t, x + m);
       else
@@ -224,8 +231,9 @@ class Forward {
     }
     if (!finite) return;
     for (int c = 0; c < count; ++c)
-      accumulate<Op>(weights(t) + runs[c].begin, kGroup, keys.v + (g + runs[c].begin) * kPanel<T>,
-                     keys.v_panel, runs[c].end - runs[c].begin, t.o + x * o_ld_, o_ld_, o_columns_);
+      accumulate<Op>(weights(t) + runs[c].begin, kGroup<Op>,
+                     keys.v + (g + runs[c].begin) * kPanel<T>, keys.v_panel,
+                     runs[c].end - runs[c].begin, t.o + x * o_ld_, o_ld_, o_columns_);
   }
 
   static Element* weights(const Scratch& t) {
@@ -235,19 +243,42 @@ class Forward {
       return t.s;
   }
 
-  // Raise the running maximum of one row, and rescale what was summed.
-  void raise(const Run* runs, int count, const T* s, Scratch& t, int64_t row) {
-    Vec<T> best[2] = {splat(-kInfinity<T>), splat(-kInfinity<T>)};
-    for (int c = 0; c < count; ++c) {
-      int64_t y = runs[c].begin;
-      for (; y + kLanes<T> < runs[c].end; y += 2 * kLanes<T>) {
-        best[0] = vmax<T>(load(s + y), best[0]);
-        best[1] = vmax<T>(load(s + y + kLanes<T>), best[1]);
-      }
-      if (y < runs[c].end) best[0] = vmax<T>(load(s + y), best[0]);
+  // s = q k^T for one block of keys, its maximum noted where nothing changes it any more.
+  void scores(const Element* q, const Element* k, int64_t depth, int64_t columns, bool last, T* s,
+              Scratch& t) {
+    const int64_t panel = kPanel<T> * depth;
+    if constexpr (Op::kTiled) {
+      product<Op>(q, q_ld_, k, panel, depth, s, kGroup<Op>, columns);
+      if (last)
+        for (int64_t m = 0; m < Op::kRows; ++m)
+          note_top(s + m * kGroup<Op>, columns, t.top + m * kLanes<T>);
+    } else {
+      multiply<Op>(q, q_ld_, k, panel, depth, columns,
+                   [&]<int N>(int64_t at, const Vec<T>(&c)[Op::kRows][N]) {
+                     store_tile<Op::kRows, N, T>(s + at, kGroup<Op>, c);
+                     if (!last) return;
+#pragma GCC unroll 8
+                     for (int m = 0; m < Op::kRows; ++m) {
+                       Vec<T> top = load(t.top + m * kLanes<T>);
+#pragma GCC unroll 4
+                       for (int n = 0; n < N; ++n) top = vmax<T>(c[m][n], top);
+                       store(t.top + m * kLanes<T>, top);
+                     }
+                   });
     }
-    const T old = t.m[row], m = max_lanes<T>(vmax<T>(best[0], best[1]));
-    if (!(m > old)) return;
+  }
+
+  static void note_top(const T* s, int64_t n, T* top) {
+    Vec<T> best = load(top);
+    for (int64_t y = 0; y < n; y += kLanes<T>) best = vmax<T>(load(s + y), best);
+    store(top, best);
+  }
+
+  // Raise the running maximum of one row, and rescale what was summed.
+  void raise(Vec<T> top, Scratch& t, int64_t row) {
+    const T old = t.m[row];
+    if (!exceeds<T>(top, old)) return;
+    const T m = max_lanes<T>(top);
     t.m[row] = m;
     const Vec<T> shrink = exp2(splat(old - m), t.unit * kLog2e<T>);
     store(t.l + row * kLanes<T>, load(t.l + row * kLanes<T>) * shrink);

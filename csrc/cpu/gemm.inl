@@ -43,7 +43,8 @@ struct Bf16Pairs {
   using Element = uint16_t;
   using Unit = NoUnit;
   static constexpr bool kTiled = false;
-  static constexpr int kPair = 2, kDepth = 2, kRows = kRegisterRows, kExpDegree = 5;
+  static constexpr int kPair = 2, kDepth = 2, kRows = kRegisterRows;
+  static constexpr int kExpDegree = 4;  // weights are rounded to bfloat16
 
   static ATTNKIT_INLINE IntVec<float> broadcast(const uint16_t* a) {
     int32_t pair;
@@ -133,20 +134,34 @@ ATTNKIT_INLINE void for_column_tiles(const typename Op::Element* b, int64_t pane
   }
 }
 
-// to[kRows][columns] = A * B, columns a multiple of the lanes, B in panels `panel_stride` apart.
-template <class Op>
+// A * B, columns a multiple of the lanes, B in panels `panel_stride` apart, handed out while it is
+// in registers: body.operator()<vectors>(first column, c[kRows][vectors]).
+template <class Op, class Body>
   requires(!Op::kTiled)
-ATTNKIT_INLINE void product(const typename Op::Element* a, int64_t lda,
-                            const typename Op::Element* b, int64_t panel_stride, int64_t depth,
-                            typename Op::Real* to, int64_t ld, int64_t columns) {
+ATTNKIT_INLINE void multiply(const typename Op::Element* a, int64_t lda,
+                             const typename Op::Element* b, int64_t panel_stride, int64_t depth,
+                             int64_t columns, const Body& body) {
   using T = typename Op::Real;
   for_column_tiles<Op>(b, panel_stride, columns,
                        [&]<int N>(int64_t at, const typename Op::Element* panel) {
                          Vec<T> c[Op::kRows][N];
                          clear<Op::kRows, N, T>(c);
                          multiply_add<Op, Op::kRows, N>(a, lda, panel, depth, c);
-                         store_tile<Op::kRows, N, T>(to + at, ld, c);
+                         body.template operator()<N>(at, c);
                        });
+}
+
+// to[kRows][columns] = A * B.
+template <class Op>
+  requires(!Op::kTiled)
+ATTNKIT_INLINE void product(const typename Op::Element* a, int64_t lda,
+                            const typename Op::Element* b, int64_t panel_stride, int64_t depth,
+                            typename Op::Real* to, int64_t ld, int64_t columns) {
+  using T = typename Op::Real;
+  multiply<Op>(a, lda, b, panel_stride, depth, columns,
+               [&]<int N>(int64_t at, const Vec<T>(&c)[Op::kRows][N]) {
+                 store_tile<Op::kRows, N, T>(to + at, ld, c);
+               });
 }
 
 // to[kRows][columns] += A * B.

@@ -122,6 +122,15 @@ ATTNKIT_INLINE T max_lanes(Vec<T> v) {
   return fold<T>(v, [](Vec<T> a, Vec<T> b) { return vmax<T>(a, b); });
 }
 
+// Whether some lane of v is above x.
+template <class T>
+ATTNKIT_INLINE bool exceeds(Vec<T> v, T x) {
+#if defined(ATTNKIT_ISA_AVX512)
+  if constexpr (sizeof(T) == 4) return _mm512_cmp_ps_mask(v, splat(x), _CMP_GT_OQ) != 0;
+#endif
+  return max_lanes<T>(v) > x;
+}
+
 // 2^(x * unit) for x * unit <= 128: a polynomial on [-1/2, 1/2], 1 at 0, times 2^round(x * unit);
 // and exactly 0 below -125, so that a masked score of -inf has weight 0.  NaN stays NaN. The
 // relative error is 1e-7 with degree 5, 3e-6 with degree 4.
