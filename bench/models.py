@@ -17,9 +17,6 @@ which are torch's on both sides.
 from __future__ import annotations
 
 import argparse
-import copy
-import math
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -28,6 +25,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch_models import TorchLM, TorchTranslator, torch_layer
 
 import attnkit.nn
 from attnkit.benchmark import (
@@ -46,7 +44,6 @@ PROMPT, WRITTEN = 64, 64  # tokens of a generation
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # of the largest output: float32 on both sides; then bf16, whose 8 bits are rounded in every layer
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-Past = list[tuple[Tensor, Tensor]]
 
 
 class Contest(NamedTuple):
@@ -56,149 +53,6 @@ class Contest(NamedTuple):
     ours: Callable[[], object]
     theirs: Callable[[], object]
     tokens: int
-
-
-# ------------------------------------------------------------- models of torch.nn
-
-
-def torch_layer(kind: type[nn.Module]) -> nn.Module:
-    return kind(WIDTH, HEADS, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
-
-
-def torch_state(model: nn.Module, stack: str) -> dict[str, Tensor]:
-    """The layers of one of our stacks, by the names that torch.nn has for them."""
-    found = {}
-    for name, value in model.state_dict().items():
-        if name.startswith(f"{stack}."):
-            name = re.sub("feed_forward.", "", name.removeprefix(f"{stack}."))
-            found["layers." + name.replace("cross_attn", "multihead_attn")] = value
-    return found
-
-
-class TorchEmbedding(nn.Module):
-    """Embeddings and sines as our models have them."""
-
-    def __init__(self, table: nn.Embedding, positions: nn.Module) -> None:
-        super().__init__()
-        self.table = copy.deepcopy(table)
-        self.register_buffer("sines", positions.weight.clone())
-
-    def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
-        places = self.sines[start : start + tokens.shape[1]]
-        return self.table(tokens) * math.sqrt(WIDTH) + places
-
-
-class TorchLM(nn.Module):
-    """What CausalLM is."""
-
-    def __init__(self, model: CausalLM) -> None:
-        super().__init__()
-        self.embedding = TorchEmbedding(model.embedding, model.positions)
-        self.layers = nn.TransformerEncoder(
-            torch_layer(nn.TransformerEncoderLayer),
-            model.config.num_layers,
-            nn.LayerNorm(WIDTH),
-            enable_nested_tensor=False,
-        )
-        norm = {f"norm.{name}": value for name, value in model.norm.state_dict().items()}
-        self.layers.load_state_dict(torch_state(model, "layers") | norm)
-        self.output = copy.deepcopy(model.output)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(
-            tokens.shape[1], dtype=self.output.weight.dtype
-        )
-        return self.output(self.layers(self.embedding(tokens), mask=mask, is_causal=True))
-
-    @torch.no_grad()
-    def generate(self, prompt: Tensor, count: int) -> Tensor:
-        past: Past = []
-        fed, start, written = prompt, 0, []
-        for _ in range(count):
-            x = self.embedding(fed, start)
-            start += fed.shape[1]
-            for index, layer in enumerate(self.layers.layers):
-                x = x + with_past(layer.self_attn, layer.norm1(x), past, index)
-                x = x + layer._ff_block(layer.norm2(x))
-            fed = self.output(self.layers.norm(x[:, -1:])).argmax(-1)
-            written.append(fed)
-        return torch.cat(written, 1)
-
-
-class TorchTranslator(nn.Module):
-    """What Seq2SeqTransformer is."""
-
-    def __init__(self, model: Seq2SeqTransformer) -> None:
-        super().__init__()
-        self.source = TorchEmbedding(model.src_embedding, model.src_positions)
-        self.target = TorchEmbedding(model.tgt_embedding, model.tgt_positions)
-        depths = model.config.num_encoder_layers, model.config.num_decoder_layers
-        self.encoder = nn.TransformerEncoder(
-            torch_layer(nn.TransformerEncoderLayer),
-            depths[0],
-            nn.LayerNorm(WIDTH),
-            enable_nested_tensor=False,
-        )
-        self.decoder = nn.TransformerDecoder(
-            torch_layer(nn.TransformerDecoderLayer), depths[1], nn.LayerNorm(WIDTH)
-        )
-        for name in ("encoder", "decoder"):
-            norm = getattr(model, f"{name}_norm").state_dict()
-            state = torch_state(model, name) | {f"norm.{key}": v for key, v in norm.items()}
-            getattr(self, name).load_state_dict(state)
-        self.output = copy.deepcopy(model.output)
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(
-            target.shape[1], dtype=self.output.weight.dtype
-        )
-        memory = self.encoder(self.source(source))
-        x = self.decoder(self.target(target), memory, tgt_mask=mask, tgt_is_causal=True)
-        return self.output(x)
-
-    @torch.no_grad()
-    def generate(self, source: Tensor, count: int) -> Tensor:
-        encoded = self.encoder(self.source(source))
-        memory = [keys_values(layer.multihead_attn, encoded) for layer in self.decoder.layers]
-        past: Past = []
-        fed, written = source.new_ones(source.shape[0], 1), []  # bos is 1
-        for start in range(count):
-            x = self.target(fed, start)
-            for index, (layer, kv) in enumerate(zip(self.decoder.layers, memory, strict=True)):
-                x = x + with_past(layer.self_attn, layer.norm1(x), past, index)
-                x = x + across(layer.multihead_attn, layer.norm2(x), kv)
-                x = x + layer._ff_block(layer.norm3(x))
-            fed = self.output(self.decoder.norm(x)).argmax(-1)
-            written.append(fed)
-        return torch.cat(written, 1)
-
-
-def heads_of(x: Tensor) -> Tensor:
-    return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-
-
-def with_past(attention: nn.MultiheadAttention, x: Tensor, past: Past, index: int) -> Tensor:
-    """Self-attention of the new tokens x to themselves and those before; ``past`` grows."""
-    projected = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)
-    q, k, v = (heads_of(part) for part in projected.chunk(3, -1))
-    if index == len(past):
-        past.append((k, v))
-    else:
-        k, v = (torch.cat(pair, 2) for pair in zip(past[index], (k, v), strict=True))
-        past[index] = k, v
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
-    return attention.out_proj(out.transpose(1, 2).flatten(2))
-
-
-def keys_values(attention: nn.MultiheadAttention, memory: Tensor) -> tuple[Tensor, Tensor]:
-    projected = F.linear(memory, attention.in_proj_weight[WIDTH:], attention.in_proj_bias[WIDTH:])
-    k, v = (heads_of(part) for part in projected.chunk(2, -1))
-    return k, v
-
-
-def across(attention: nn.MultiheadAttention, x: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
-    q = heads_of(F.linear(x, attention.in_proj_weight[:WIDTH], attention.in_proj_bias[:WIDTH]))
-    return attention.out_proj(F.scaled_dot_product_attention(q, *kv).transpose(1, 2).flatten(2))
 
 
 # ------------------------------------------------------------- what is timed
@@ -249,9 +103,10 @@ def check_written(twin: nn.Module, inputs: tuple[Tensor, ...], written: Tensor) 
 
 
 def encoders(options: argparse.Namespace, dtype: torch.dtype) -> Iterator[Contest]:
+    config = lm_config(options)
     ours, theirs = (
         library.TransformerEncoder(
-            torch_layer(library.TransformerEncoderLayer),
+            torch_layer(library.TransformerEncoderLayer, config),
             options.layers,
             nn.LayerNorm(WIDTH),
             enable_nested_tensor=False,
@@ -270,7 +125,7 @@ def encoders(options: argparse.Namespace, dtype: torch.dtype) -> Iterator[Contes
 
 
 def language_models(options: argparse.Namespace, dtype: torch.dtype) -> Iterator[Contest]:
-    ours = language_model(options).to(dtype)
+    ours = CausalLM(lm_config(options)).to(dtype)
     theirs = TorchLM(ours).to(dtype)
     for length in options.lengths:
         shape = max(1, options.batch_tokens // length), length
@@ -283,7 +138,7 @@ def language_models(options: argparse.Namespace, dtype: torch.dtype) -> Iterator
 
 
 def writing(options: argparse.Namespace, dtype: torch.dtype) -> Iterator[Contest]:
-    ours = language_model(options).to(dtype).eval()
+    ours = CausalLM(lm_config(options)).to(dtype).eval()
     theirs = TorchLM(ours).to(dtype).eval()
     for batch in options.batches:
         prompt = torch.randint(VOCABULARY, (batch, PROMPT))
@@ -324,13 +179,11 @@ def translating(options: argparse.Namespace, dtype: torch.dtype) -> Iterator[Con
         yield Contest(f"translating, batch {batch}", *sides, batch * WRITTEN)
 
 
-def language_model(options: argparse.Namespace) -> CausalLM:
+def lm_config(options: argparse.Namespace) -> TransformerConfig:
     special = {"pad_id": None, "bos_id": None, "eos_id": None}
     longest = max(*options.lengths, PROMPT + WRITTEN)
-    return CausalLM(
-        TransformerConfig(
-            VOCABULARY, WIDTH, HEADS, options.layers, 4 * WIDTH, **special, **common(longest)
-        )
+    return TransformerConfig(
+        VOCABULARY, WIDTH, HEADS, options.layers, 4 * WIDTH, **special, **common(longest)
     )
 
 
