@@ -108,7 +108,8 @@ class _Cache:
         """The number of new tokens n, if k, v and counts are what an ``append`` takes."""
         for name, new, old in (("k", k, self.k), ("v", v, self.v)):
             batch, heads, _, dim = old.shape
-            if new.dim() != 4 or (*new.shape[:2], new.shape[3]) != (batch, heads, dim):
+            shape = new.shape
+            if len(shape) != 4 or shape[0] != batch or shape[1] != heads or shape[3] != dim:
                 raise ValueError(
                     f"{name} is {tuple(new.shape)}, expected [{batch}, {heads}, n, {dim}]"
                 )
@@ -132,8 +133,8 @@ class _Cache:
         """Write n tokens into slots [B, n], or into n slots from one number on in every row."""
         n = k.shape[2]
         if isinstance(slots, int):
-            self.k[:, :, slots : slots + n].copy_(k)
-            self.v[:, :, slots : slots + n].copy_(v)
+            self.k.narrow(2, slots, n).copy_(k)
+            self.v.narrow(2, slots, n).copy_(v)
         else:
             rows = torch.arange(k.shape[0], device=k.device)[:, None]  # [B, 1]
             self.k.transpose(1, 2).index_put_((rows, slots), k.transpose(1, 2))

@@ -69,14 +69,12 @@ def select_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> Mod
 def _first(question: str, *call: Any) -> ModuleType:
     """The first backend, of those that `use_backend` leaves, with nothing against the call."""
     name = forced_backend()
-    reasons = {
-        each: getattr(backend, question)(*call)
-        for each, backend in BACKENDS.items()
-        if name in (None, each)
-    }
-    for each, reason in reasons.items():
-        if reason is None:
-            return BACKENDS[each]
+    reasons: dict[str, str | None] = {}
+    for each, backend in BACKENDS.items():
+        if name is None or name == each:
+            reasons[each] = getattr(backend, question)(*call)
+            if reasons[each] is None:
+                return backend
     return _forced_or_refuse(name, reasons)
 
 

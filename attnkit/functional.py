@@ -441,8 +441,8 @@ def decode_attention(
     for name, bound in (("left", left), ("right", right)):
         if bound is not None and _checks.count(name, bound) < 0:
             raise ValueError(f"{name} is {bound}, expected 0 or more, or None for no limit")
-    args, spec, _ = gather(query, capacity, scale=scale, softcap=softcap, sinks=sinks, alibi=alibi)
-    args = TensorArgs(None, args.sinks, keep, lengths, alibi=args.alibi)
+    given, spec, _ = gather(query, capacity, None, None, scale, softcap, sinks, alibi)
+    args = TensorArgs(None, given.sinks, keep, lengths, None, None, None, given.alibi)
     right = 0 if _checks.flag("causal", causal) else right
     spec = AttentionSpec(spec.scale, left, right, True, spec.softcap)
     out, lse = run_decode(query, cache_key, cache_value, args, spec, cache)

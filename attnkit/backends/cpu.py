@@ -19,6 +19,7 @@ if BUILT:
     )
     # the same without what OpOverload's own call costs; Dynamo knows only the former
     _forward_now, _backward_now = _forward._op, _backward._op
+    _decode_now, _append_now = _decode._op, _append._op
 
 _tracing = torch.compiler.is_dynamo_compiling
 _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
@@ -108,7 +109,8 @@ def decode(
     cache: CacheArgs = NO_CACHE,
 ) -> tuple[Tensor, Tensor]:
     """Attention of new queries over a cache k, v [N, Hkv, S, .] of args.lengths keys."""
-    return _decode(q, k, v, *args, *spec, *cache)  # type: ignore[no-any-return]
+    call = _decode if _tracing() else _decode_now
+    return call(q, k, v, *args, *spec, *cache)  # type: ignore[no-any-return]
 
 
 def append(
@@ -122,7 +124,8 @@ def append(
 ) -> None:
     """Write k, v [B, Hkv, n, .] into the slots of the cache from lengths [B] on."""
     _, table, index, *scales = cache
-    _append(k, v, k_cache, v_cache, *scales, lengths, table, index, *rotary)
+    call = _append if _tracing() else _append_now
+    call(k, v, k_cache, v_cache, *scales, lengths, table, index, *rotary)
 
 
 def _like(q: Tensor, last: int) -> Tensor:

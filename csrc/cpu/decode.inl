@@ -54,6 +54,7 @@ class Decode {
   static constexpr bool kScaled = sizeof(Stored) == 1;
   static constexpr int kMaxRows = 4;                  // rows that meet a key at once
   static constexpr int kAccumulators = 4 * kColumns;  // registers for one product
+  static constexpr int64_t kAheadBytes = 4096;        // of the rows being fetched
 
  public:
   Decode(const AttentionParams& p, const Team& team)
@@ -62,7 +63,8 @@ class Decode {
         group_(p.q_heads / greater<int64_t>(p.kv_heads, 1)),
         rows_(group_ * p.max_lq),
         q_ld_(ceil_to(p.head_dim, kLanes<T>)),
-        o_ld_(ceil_to(p.value_dim, kLanes<T>)) {}
+        o_ld_(ceil_to(p.value_dim, kLanes<T>)),
+        ahead_(lesser(kAheadBytes / greater<int64_t>(p.head_dim * sizeof(Stored), 1), kBlock)) {}
 
   void run() {
     if (rows_ == 0) return;
@@ -111,8 +113,10 @@ class Decode {
     T* bias;  // [kBlock]
     T* line;  // [o_ld]
   };
-  // Where the keys and values of one block lie, and their scales, 0 past the last key.
+  // The n keys of a block from `first` on: where they and their values lie, and their scales, 0
+  // past the last key.
   struct Places {
+    int64_t first, n;
     const Stored* k[kBlock];
     const Stored* v[kBlock];
     T k_scale[kBlock], v_scale[kBlock];
@@ -140,29 +144,43 @@ class Decode {
       one.first += query_of(r);
       fetch_row<Plain<T>>(one, 0, q_ld_, static_cast<T>(p_.scale), t.q + r * q_ld_);
     }
-    Places at;
-    for (int64_t j = begin; j < end; j = floor_to(j, kBlock) + kBlock) {
-      const int64_t stop = lesser(end, floor_to(j, kBlock) + kBlock);
-      if (!some.any(0, s.lq, j / kBlock)) continue;
-      find(sequence, kv, j, stop - j, at);
-      int64_t r = 0;
-      for (; r + 4 <= rows_; r += 4) rows<4>(sequence, kv, at, r, j, stop, parts, sums, t);
-      for (; r + 2 <= rows_; r += 2) rows<2>(sequence, kv, at, r, j, stop, parts, sums, t);
-      for (; r < rows_; ++r) rows<1>(sequence, kv, at, r, j, stop, parts, sums, t);
+    // The keys of the next block are found early, to be fetched while this one is worked on.
+    const auto find_visible = [&](int64_t j, Places& at) {
+      while (j < end && !some.any(0, s.lq, j / kBlock)) j = floor_to(j, kBlock) + kBlock;
+      find(sequence, kv, j, greater<int64_t>(lesser(end, floor_to(j, kBlock) + kBlock) - j, 0), at);
+    };
+    Places two[2];
+    find_visible(begin, two[0]);
+    for (int now = 0; two[now].n > 0; now = 1 - now) {
+      const Places& at = two[now];
+      const Places* next = &two[1 - now];
+      find_visible(at.first + at.n, two[1 - now]);
+      for (int64_t r = 0; r < rows_; next = nullptr) {
+        if (rows_ - r >= 4)
+          rows<4>(sequence, kv, at, next, r, parts, sums, t), r += 4;
+        else if (rows_ - r >= 2)
+          rows<2>(sequence, kv, at, next, r, parts, sums, t), r += 2;
+        else
+          rows<1>(sequence, kv, at, next, r, parts, sums, t), r += 1;
+      }
     }
   }
 
   // The n keys from j on.  Only this knows of pages: what is done with a block does not depend on
   // where it lies.
   void find(int64_t sequence, int64_t kv, int64_t j, int64_t n, Places& at) const {
+    at.first = j, at.n = n;
     const int64_t size = p_.pages.rows;
     const int32_t* table = p_.pages.table + sequence * p_.pages.width;
     for (int64_t x = 0; x < n;) {
       const int64_t slot = p_.sequence[sequence].k0 + j + x;
       const int64_t page = table[slot / size], stop = lesser(n, x + size - slot % size);
-      for (int64_t row = slot % size; x < stop; ++x, ++row) {
-        at.k[x] = reinterpret_cast<const Stored*>(row_of(p_.k, page, kv, row));
-        at.v[x] = reinterpret_cast<const Stored*>(row_of(p_.v, page, kv, row));
+      int64_t row = slot % size;
+      auto* k = reinterpret_cast<const Stored*>(row_of(p_.k, page, kv, row));
+      auto* v = reinterpret_cast<const Stored*>(row_of(p_.v, page, kv, row));
+      for (; x < stop; ++x, ++row, k += p_.k.row, v += p_.v.row) {
+        at.k[x] = k;
+        at.v[x] = v;
         if constexpr (kScaled) {
           __builtin_memcpy(&at.k_scale[x], row_of(p_.k_scale, page, kv, row), sizeof(float));
           __builtin_memcpy(&at.v_scale[x], row_of(p_.v_scale, page, kv, row), sizeof(float));
@@ -173,13 +191,14 @@ class Decode {
       for (int64_t x = n; x < kBlock; ++x) at.k_scale[x] = at.v_scale[x] = 0;
   }
 
-  // M rows from r on against the keys [j, stop) of one block.
+  // M rows from r on against the keys of one block.  The first rows to meet them, which are given
+  // the `next` block, fetch: values while the scores are made, then the next keys.
   template <int M>
-  void rows(int64_t sequence, int64_t kv, const Places& at, int64_t r, int64_t j, int64_t stop,
+  void rows(int64_t sequence, int64_t kv, const Places& at, const Places* next, int64_t r,
             Part* parts, T* sums, Scratch& t) {
     const Sequence& s = p_.sequence[sequence];
-    const int64_t n = stop - j, padded = ceil_to(n, kLanes<T>);
-    scores<M>(at, t.q + r * q_ld_, n, t.s);
+    const int64_t j = at.first, n = at.n, stop = j + n, padded = ceil_to(n, kLanes<T>);
+    scores<M>(at, next, t.q + r * q_ld_, t.s);
     const Labels<T> key_labels = key_labels_.from(s.key_pad);
     const Labels<T> query_labels = query_labels_.from(s.row_pad);
     bool plain = true;
@@ -214,17 +233,37 @@ class Decode {
               sums[(r + m) * o_ld_ + d] += t.s[m * kBlock + x] * From::one(at.v[x] + d);
       return;
     }
-    add_values<M>(at, n, t.s, sums + r * o_ld_);
+    add_values<M>(at, next, t.s, sums + r * o_ld_);
+  }
+
+  // The rows of memory in the order of their use are the keys of a block, its values, and the keys
+  // of the next one.  Fetches what will be used ahead_ rows after row `x`.
+  ATTNKIT_INLINE void fetch_ahead(const Places& at, const Places& next, int64_t x) const {
+    x += ahead_;
+    const Stored* row = nullptr;
+    int64_t width = p_.head_dim;
+    if (x < at.n)
+      row = at.k[x];
+    else if (x < 2 * at.n)
+      row = at.v[x - at.n], width = p_.value_dim;
+    else if (x < 2 * at.n + next.n)
+      row = next.k[x - 2 * at.n];
+    else
+      return;
+    const char* bytes = reinterpret_cast<const char*>(row);
+    for (int64_t b = 0; b < width * static_cast<int64_t>(sizeof(Stored)); b += 64)
+      __builtin_prefetch(bytes + b);
   }
 
   static void multiply(const T* scale, int64_t n, T* to) {
     for (int64_t x = 0; x < n; x += kLanes<T>) store(to + x, load(to + x) * load(scale + x));
   }
 
-  // s[M][kBlock] = q k^T for the n keys of a block: kLanes dot products at a time, one per
+  // s[M][kBlock] = q k^T for the keys of a block: kLanes dot products at a time, one per
   // accumulator, summed across lanes all together.
   template <int M>
-  void scores(const Places& at, const T* q, int64_t n, T* to) {
+  void scores(const Places& at, const Places* next, const T* q, T* to) {
+    const int64_t n = at.n;
     constexpr int kRowsHere = M <= kLanes<T> ? M : kLanes<T>;
     constexpr int kKeys = kLanes<T> / kRowsHere;
     const int64_t whole = floor_to(p_.head_dim, kLanes<T>), rest = p_.head_dim - whole;
@@ -232,6 +271,8 @@ class Decode {
       for (int64_t x = 0; x < n; x += kKeys) {
         const Stored* k[kKeys];
         for (int y = 0; y < kKeys; ++y) k[y] = at.k[lesser(x + y, n - 1)];
+        if (next && first == 0)
+          for (int64_t y = x; y < lesser(x + kKeys, n); ++y) fetch_ahead(at, *next, y);
         Vec<T> c[kRowsHere][kKeys];
 #pragma GCC unroll 16
         for (int m = 0; m < kRowsHere; ++m)
@@ -260,9 +301,8 @@ class Decode {
         for (int a = 0; a < kLanes<T>; ++a) dots[a] = c[a / kKeys][a % kKeys];
         T lane[kLanes<T>];
         store(lane, sums_of<T>(dots));
-        for (int m = 0; m < kRowsHere; ++m)
-          for (int y = 0; y < kKeys && x + y < n; ++y)
-            to[(first + m) * kBlock + x + y] = lane[m * kKeys + y];
+        for (int m = 0; m < kRowsHere; ++m)  // lanes past the last key are hidden later
+          __builtin_memcpy(to + (first + m) * kBlock + x, lane + m * kKeys, kKeys * sizeof(T));
       }
   }
 
@@ -299,37 +339,62 @@ class Decode {
     part.l += sum_lanes<T>(sum);
   }
 
-  // o[M][value_dim] += w v over the n keys of a block.
+  // o[M][value_dim] += w v over the keys of a block, as many columns at a time as registers allow.
   template <int M>
-  void add_values(const Places& at, int64_t n, const T* w, T* o) {
-    constexpr int kVectors = kAccumulators / M;
-    const int64_t whole = floor_to(p_.value_dim, kLanes<T>);
-    int64_t d = 0;
-    for (; d + kVectors * kLanes<T> <= whole; d += kVectors * kLanes<T>)
-      columns<M, kVectors>(at, n, w, o, d);
-    for (; d < whole; d += kLanes<T>) columns<M, 1>(at, n, w, o, d);
+  void add_values(const Places& at, const Places* next, const T* w, T* o) {
+    const int64_t n = at.n, whole = floor_to(p_.value_dim, kLanes<T>);
+    int64_t d = columns_from<M, kAccumulators / M>(at, next, w, o, 0, whole);
     for (; d < p_.value_dim; ++d)
       for (int64_t x = 0; x < n; ++x)
         for (int m = 0; m < M; ++m) o[m * o_ld_ + d] += w[m * kBlock + x] * From::one(at.v[x] + d);
   }
 
   template <int M, int N>
-  ATTNKIT_INLINE void columns(const Places& at, int64_t n, const T* w, T* o, int64_t d) {
-    Vec<T> c[M][N];
-    load_tile<M, N, T>(o + d, o_ld_, c);
-    for (int64_t x = 0; x < n; ++x) {
-      const Stored* v = at.v[x] + d;
-      Vec<T> values[N];
-#pragma GCC unroll 16
-      for (int y = 0; y < N; ++y) values[y] = From::get(v + y * kLanes<T>);
+  ATTNKIT_INLINE int64_t columns_from(const Places& at, const Places* next, const T* w, T* o,
+                                      int64_t d, int64_t whole) {
+    for (; d + N * kLanes<T> <= whole; d += N * kLanes<T>)
+      columns<M, N>(at, d ? nullptr : next, w, o, d);
+    if constexpr (N > 1) return columns_from<M, N / 2>(at, next, w, o, d, whole);
+    return d;
+  }
+
+  // Few sums would wait for each other: then each is kept in several, of every kWays-th key.
+  template <int M, int N>
+  ATTNKIT_INLINE void columns(const Places& at, const Places* next, const T* w, T* o, int64_t d) {
+    constexpr int kWays = lesser(kAccumulators / (M * N), 4);
+    Vec<T> c[kWays][M][N];
 #pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) {
-        const Vec<T> weight = splat(w[m * kBlock + x]);
-#pragma GCC unroll 16
-        for (int y = 0; y < N; ++y) c[m][y] += weight * values[y];
-      }
+    for (int way = 1; way < kWays; ++way) clear<M, N, T>(c[way]);
+    load_tile<M, N, T>(o + d, o_ld_, c[0]);
+    const int64_t n = at.n;
+    int64_t x = 0;
+    for (; x + kWays <= n; x += kWays) {
+      if (next)
+        for (int way = 0; way < kWays; ++way) fetch_ahead(at, *next, n + x + way);
+#pragma GCC unroll 4
+      for (int way = 0; way < kWays; ++way) add_key<M, N>(at.v[x + way] + d, w + x + way, c[way]);
     }
-    store_tile<M, N, T>(o + d, o_ld_, c);
+    for (; x < n; ++x) add_key<M, N>(at.v[x] + d, w + x, c[0]);
+#pragma GCC unroll 4
+    for (int way = 1; way < kWays; ++way)
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+        for (int y = 0; y < N; ++y) c[0][m][y] += c[way][m][y];
+    store_tile<M, N, T>(o + d, o_ld_, c[0]);
+  }
+
+  template <int M, int N>
+  static ATTNKIT_INLINE void add_key(const Stored* v, const T* w, Vec<T> (&c)[M][N]) {
+    Vec<T> values[N];
+#pragma GCC unroll 16
+    for (int y = 0; y < N; ++y) values[y] = From::get(v + y * kLanes<T>);
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) {
+      const Vec<T> weight = splat(w[m * kBlock]);
+#pragma GCC unroll 16
+      for (int y = 0; y < N; ++y) c[m][y] += weight * values[y];
+    }
   }
 
   // One row: its chunks in order.
@@ -360,6 +425,6 @@ class Decode {
 
   const AttentionParams& p_;
   const Team& team_;
-  int64_t group_, rows_, q_ld_, o_ld_;
+  int64_t group_, rows_, q_ld_, o_ld_, ahead_;
   Labels<T> key_labels_, query_labels_;
 };

@@ -38,7 +38,7 @@ constexpr int kLanes = Simd<T>::kLanes;
 // Own helpers instead of std:: ones: a std:: template compiled here for a wide instruction set
 // could be the copy that the linker keeps for the whole library.
 template <class T>
-ATTNKIT_INLINE T lesser(T a, T b) {
+ATTNKIT_INLINE constexpr T lesser(T a, T b) {
   return b < a ? b : a;
 }
 template <class T>
