@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Build the tests of the CPU kernels without torch, and run them.
+#   tests/native/run.sh plain    [words of names...]   with CXX, or g++
+#   tests/native/run.sh clang    [words of names...]
+#   tests/native/run.sh thread   [words of names...]   under ThreadSanitizer
+#   tests/native/run.sh address  [words of names...]   under AddressSanitizer and UndefinedBehaviorSanitizer
+#   tests/native/run.sh aarch64  [words of names...]   for 64-bit Arm, under emulation
+# A mode whose tools are missing says so in a line and counts as passed.  MAX_JOBS: compilers at a time.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+mode=${1:-plain}
+[ $# = 0 ] || shift
+compiler=${CXX:-g++}
+flags="-O1"
+run=()
+case $mode in
+  plain) ;;
+  clang) compiler=${CLANG:-clang++} ;;
+  thread) flags="-O1 -g1 -fsanitize=thread" ;;
+  address) flags="-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all" ;;
+  aarch64)
+    compiler=aarch64-linux-gnu-g++
+    flags="-O2 -static"
+    run=(qemu-aarch64-static)
+    export NATIVE_THREADS=${NATIVE_THREADS:-2}  # emulated threads are slow
+    ;;
+  *)
+    sed -n '2,8s/^# \{0,1\}//p' "$0"
+    exit 2
+    ;;
+esac
+for tool in "$compiler" ${run[@]+"${run[@]}"}; do
+  command -v "$tool" >/dev/null || { echo "native $mode: skipped, there is no $tool"; exit 0; }
+done
+base=build/native/$mode
+mkdir -p "$base"
+if ! echo 'int main() {}' | $compiler $flags -x c++ - -o "$base/probe" 2>"$base/probe.log"; then
+  echo "native $mode: skipped, $compiler cannot link with $flags: $(tail -n 1 "$base/probe.log")"
+  exit 0
+fi
+
+# -psabi: vectors are only passed between functions of one file
+export BUILD="$compiler $flags -std=c++20 -fno-math-errno -ffp-contract=fast -Wall -Wno-psabi -pthread"
+# what GCC 12 says of its own headers' undefined vectors
+[ "$mode" = clang ] || BUILD+=" -Wno-uninitialized -Wno-maybe-uninitialized"
+sources=(csrc/cpu/isa_*.cpp csrc/cpu/instruction_set.cpp csrc/cpu/memory.cpp tests/native/*.cpp)
+objects=() stale=()
+for source in "${sources[@]}"; do
+  object=$base/$(basename "$source" .cpp).o
+  objects+=("$object")
+  needs=(csrc/*.h csrc/cpu/*)
+  [[ $source != tests/* ]] || needs+=(tests/native/*)
+  [ "$object" -nt "$(ls -t "${needs[@]}" | head -n 1)" ] || stale+=("$source $object")
+done
+if [ ${#stale[@]} -gt 0 ]; then
+  echo "native $mode: compiling ${#stale[@]} files"
+  printf '%s\n' "${stale[@]}" |
+    xargs -P "${MAX_JOBS:-$(nproc)}" -L 1 sh -c '$BUILD -c "$0" -o "$1"'
+fi
+$BUILD "${objects[@]}" -o "$base/native"
+echo "native $mode: running"
+exec ${run[@]+"${run[@]}"} "$base/native" "$@"
