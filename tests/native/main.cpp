@@ -5,10 +5,11 @@
 // NATIVE_THREADS: the largest number of threads whose bits are compared (4).
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
+#include <string>
 
 #include "../../csrc/cpu/instruction_set.h"
 #include "attention.h"
+#include "decode.h"
 #include "names.h"
 
 using attnkit::DType;
@@ -33,6 +34,28 @@ int main(int count, char** words) {
         if (dtype != DType::kFloat64 || set == &attnkit::kernels_for(dtype))
           note(native::test_attention(*set, x, threads));
     }
+  }
+  for (const native::CacheTypes types : {
+           native::CacheTypes{DType::kFloat32, DType::kFloat32},
+           {DType::kBFloat16, DType::kBFloat16},
+           {DType::kFloat16, DType::kFloat16},
+           {DType::kFloat64, DType::kFloat64},
+           {DType::kFloat32, DType::kInt8},
+           {DType::kBFloat16, DType::kInt8},
+           {DType::kFloat32, DType::kFloat8},
+           {DType::kFloat16, DType::kFloat8},
+       }) {
+    const auto each = [&](const auto& test) {
+      for (const attnkit::Kernels* set : sets)
+        if (types.q != DType::kFloat64 || set == &attnkit::kernels_for(types.q)) note(test(*set));
+    };
+    for (const native::Case& c : native::decode_cases()) {
+      if (!wanted(c.name)) continue;
+      const native::ExpectedDecode x = native::expected_decode(c, types);
+      each([&](const auto& set) { return native::test_decode(set, x, threads); });
+    }
+    if (wanted("append"))
+      each([&](const auto& set) { return native::test_append(set, types, threads); });
   }
   std::printf("%d passed, %d failed on", passed, failed);
   for (const attnkit::Kernels* set : sets) std::printf(" %s", set->name);

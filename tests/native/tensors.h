@@ -1,6 +1,7 @@
 // Arrays as the kernels take them, filled from doubles and read back; threads to run them on.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -115,6 +116,11 @@ class Tensor {
   Tensor& operator=(const Tensor&) = delete;
   Tensor(Tensor&&) = default;  // the bytes stay where they are
   Tensor& operator=(Tensor&&) = default;
+
+  // One of the same shape and type, of dense memory.
+  Tensor like() const {
+    return Tensor(sizes_[0], sizes_[1], sizes_[2], sizes_[3], array.dtype);
+  }
 
   unsigned char* at(int64_t b, int64_t h, int64_t r, int64_t c) {
     return bytes.data() + (b * array.batch + h * array.head + r * array.row + c * array.column) *
