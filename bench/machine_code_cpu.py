@@ -6,9 +6,11 @@ Disassembles the extension (attnkit._C unless a library is named) and finds the 
 they consist of: innermost loops that add products (fused multiply-adds, pairs of bfloat16, tiles,
 or multiplications and additions where there is nothing better) to registers that nothing else in
 the loop writes.  Prints for each how many instructions it has, how many are products, how many
-registers they are summed in, and how many vectors it loads, and stores to the stack or reads back
-from it.  Exits with 1 if a loop does that, with 2 if an instruction set lacks a loop that it must
-have, and with 0 and a reason where nothing can be disassembled.
+registers they are summed in, how many vectors it loads, how many constants it finds on the stack
+(which costs what finding them elsewhere does), and how many vectors it spills: stores to the stack,
+reads from where it stores, or multiplies as they lie there.  Exits with 1 if a loop spills, with 2
+if an instruction set lacks a loop that it must have, and with 0 and a reason where nothing can be
+disassembled.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from typing import NamedTuple
 FUNCTION = re.compile(r"attnkit::(\w+)::(Forward|Backward|Decode)<(.*?)>+::(\w+)")
 INSTRUCTION_SETS = {"portable", "avx2", "avx512", "avx512_bf16", "amx"}
 FEWEST_SUMS = 6  # registers; no polynomial has so many
+# 16-byte vectors have no instruction for float16: it is converted one value at a time, in memory.
+THROUGH_MEMORY = re.compile(r"portable Decode<From(Fp16|Fp8)>")
 
 LINE = re.compile(r"^\s*([0-9a-f]+):\t(\S+)\s*(.*)$")
 HEADER = re.compile(r"^[0-9a-f]+ <(.*)>:$")
@@ -56,6 +60,7 @@ class Loop(NamedTuple):
     products: int
     sums: int  # registers, or tiles
     loads: int
+    constants: int
     spills: int
 
 
@@ -92,8 +97,9 @@ def innermost_loops(body: list[Instruction]) -> Iterator[list[Instruction]]:
 def describe(isa: str, where: str, loop: list[Instruction], frame: bool) -> Loop:
     """Count the instructions of one loop; `frame`: %rbp points to the stack."""
     plain = isa == "portable"  # a product is a multiplication, then an addition
-    products = loads = spills = 0
-    summed, written = set(), set()
+    products = loads = 0
+    summed, written, stored = set(), set(), set()
+    read = []  # places on the stack, and whether a product is what reads them
     for _, name, operands in loop:
         memory = MEMORY.search(operands)
         to = operands.split(",")[-1].split("{")[0]
@@ -105,13 +111,19 @@ def describe(isa: str, where: str, loop: list[Instruction], frame: bool) -> Loop
             written.add(to)
         if not memory or not VECTOR.search(operands):
             continue
+        destination = memory.end() == len(operands)
         if memory[1] == "%rsp" or (frame and memory[1] == "%rbp"):
-            spills += 1
-        elif memory.end() != len(operands):  # the destination comes last
+            if destination:
+                stored.add(memory[0])
+            else:
+                read.append((memory[0], bool(product)))
+        elif not destination:
             loads += 1
+    spills = len(stored) + sum(place in stored or product for place, product in read)
+    constants = len(stored) + len(read) - spills
     tiles = sum(name == "tdpbf16ps" for _, name, _ in loop)
-    sums = len(summed - written)
-    return Loop(isa, where, loop[0].at, len(loop), products, max(sums, tiles), loads, spills)
+    sums = max(len(summed - written), tiles)
+    return Loop(isa, where, loop[0].at, len(loop), products, sums, loads, constants, spills)
 
 
 def hot_loops(lines: Iterable[str]) -> list[Loop]:
@@ -159,10 +171,12 @@ def main() -> int:
     command = ["objdump", "-d", "--no-show-raw-insn", "-C", library]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         loops = hot_loops(process.stdout)
-    heads = "instr. products sums loads spills"
+    loops = [x for x in loops if not THROUGH_MEMORY.match(f"{x.isa} {x.where}")]
+    heads = "instr. products sums loads constants spills"
     print(f"{'instruction set':16}{'loop':42}{'address':>9} {heads}")
     for x in sorted(loops):
-        shown = f"{x.instructions:6} {x.products:8} {x.sums:4} {x.loads:5} {x.spills:6}"
+        shown = f"{x.instructions:6} {x.products:8} {x.sums:4} {x.loads:5}"
+        shown += f" {x.constants:9} {x.spills:6}"
         print(f"{x.isa:16}{x.where:42}{x.at:9x} {shown}{'  SPILLS' if x.spills else ''}")
     spilling = sum(x.spills > 0 for x in loops)
     print(f"{len(loops)} hot loops, {spilling} of them spill")

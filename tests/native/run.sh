@@ -13,14 +13,30 @@ mode=${1:-plain}
 compiler=${CXX:-g++}
 flags="-O1"
 run=()
+sources=(csrc/cpu/instruction_set.cpp csrc/cpu/memory.cpp tests/native/{main,problem,attention,decode}.cpp)
+all=(csrc/cpu/isa_*.cpp)
+# What a sanitizer looks for is the same for every instruction set.
+some=(csrc/cpu/isa_{portable,avx512_bf16,wide_tiles}.cpp tests/native/absent.cpp)
 case $mode in
-  plain) ;;
-  clang) compiler=${CLANG:-clang++} ;;
-  thread) flags="-O1 -g1 -fsanitize=thread" ;;
-  address) flags="-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all" ;;
+  plain) sources+=("${all[@]}") ;;
+  clang)
+    compiler=${CLANG:-clang++}
+    sources+=("${all[@]}")
+    ;;
+  thread)
+    flags="-O1 -g1 -fsanitize=thread"
+    sources+=("${some[@]}")
+    export NATIVE_THREADS=${NATIVE_THREADS:-3}
+    ;;
+  address)
+    flags="-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all"
+    sources+=("${some[@]}")
+    export NATIVE_THREADS=${NATIVE_THREADS:-2}
+    ;;
   aarch64)
     compiler=aarch64-linux-gnu-g++
     flags="-O2 -static"
+    sources+=("${all[@]}")
     run=(qemu-aarch64-static)
     export NATIVE_THREADS=${NATIVE_THREADS:-2}  # emulated threads are slow
     ;;
@@ -43,7 +59,6 @@ fi
 export BUILD="$compiler $flags -std=c++20 -fno-math-errno -ffp-contract=fast -Wall -Wno-psabi -pthread"
 # what GCC 12 says of its own headers' undefined vectors
 [ "$mode" = clang ] || BUILD+=" -Wno-uninitialized -Wno-maybe-uninitialized"
-sources=(csrc/cpu/isa_*.cpp csrc/cpu/instruction_set.cpp csrc/cpu/memory.cpp tests/native/*.cpp)
 objects=() stale=()
 for source in "${sources[@]}"; do
   object=$base/$(basename "$source" .cpp).o
