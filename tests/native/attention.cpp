@@ -44,8 +44,13 @@ Outcome run(const attnkit::Kernels& kernels, const Problem& x, DType dtype, int 
   Tensor dout = queries(c.value_dim), dlse, low, bias;
   q.fill(x.q), k.fill(x.k), v.fill(x.v), dout.fill(x.dout);
 
-  Outcome r{queries(c.value_dim), per_row(),         queries(c.head_dim), keys(c.head_dim),
-            keys(c.value_dim),    Tensor(), {}};
+  Outcome r{queries(c.value_dim),
+            per_row(),
+            queries(c.head_dim),
+            keys(c.head_dim),
+            keys(c.value_dim),
+            Tensor(),
+            {}};
   // what no sequence reaches is the caller's to define
   const bool partly = !c.lengths.empty() || !c.packed_q.empty();
   if (partly) r.dk.clear(), r.dv.clear();
@@ -74,8 +79,7 @@ Outcome run(const attnkit::Kernels& kernels, const Problem& x, DType dtype, int 
   if (!x.sinks.empty()) p.sinks = x.sinks.data();
   if (!x.alibi.empty()) p.alibi = x.alibi.data();
   if (!x.keep.empty()) p.keep = x.keep.data();
-  if (!x.q_segments.empty())
-    p.q_segments = x.q_segments.data(), p.k_segments = x.k_segments.data();
+  if (!x.q_segments.empty()) p.q_segments = x.q_segments.data(), p.k_segments = x.k_segments.data();
   if (!x.blocks.empty()) {
     p.blocks = x.blocks.data();
     p.block_row = x.block_columns(), p.block_head = x.block_rows() * x.block_columns();
@@ -131,7 +135,11 @@ std::vector<Case> attention_cases() {
       {.name = "bottom right", .right = kHere, .bottom_right = true},
       {.name = "bottom right, more queries", .lq = 150, .right = kHere, .bottom_right = true},
       {.name = "a window", .lq = 200, .lk = 210, .left = 20, .right = 9},
-      {.name = "a causal window", .lq = 200, .lk = 210, .left = 64, .right = 0,
+      {.name = "a causal window",
+       .lq = 200,
+       .lk = 210,
+       .left = 64,
+       .right = 0,
        .bottom_right = true},
       {.name = "lengths", .lengths = {0, 97}},
       {.name = "spoilt beyond lengths", .right = kHere, .lengths = {64, 131}, .spoilt = true},
@@ -155,14 +163,42 @@ std::vector<Case> attention_cases() {
       {.name = "groups of heads", .q_heads = 6},
       {.name = "one kv head", .batch = 1, .q_heads = 3, .kv_heads = 1},
       {.name = "packed", .batch = 1, .packed_q = {70, 0, 13, 101}, .packed_k = {65, 3, 128, 101}},
-      {.name = "packed, causal, dropout", .batch = 1, .right = kHere, .packed_q = {33, 1, 90},
-       .packed_k = {40, 70, 90}, .alibi = true, .sinks = true, .dropout = 0.2},
-      {.name = "everything", .q_heads = 4, .lq = 150, .lk = 170, .value_dim = 40, .left = 100,
-       .right = 3, .bottom_right = true, .lengths = {170, 122}, .keep = true, .segments = true,
-       .blocks = true, .bias = Bias::kDense, .alibi = true, .sinks = true, .dlse = true,
-       .softcap = 2, .dropout = 0.25},
-      {.name = "a long head", .batch = 1, .q_heads = 1, .kv_heads = 1, .lq = 1024, .lk = 1088,
-       .head_dim = 32, .value_dim = 32, .right = kHere, .bottom_right = true},
+      {.name = "packed, causal, dropout",
+       .batch = 1,
+       .right = kHere,
+       .packed_q = {33, 1, 90},
+       .packed_k = {40, 70, 90},
+       .alibi = true,
+       .sinks = true,
+       .dropout = 0.2},
+      {.name = "everything",
+       .q_heads = 4,
+       .lq = 150,
+       .lk = 170,
+       .value_dim = 40,
+       .left = 100,
+       .right = 3,
+       .bottom_right = true,
+       .lengths = {170, 122},
+       .keep = true,
+       .segments = true,
+       .blocks = true,
+       .bias = Bias::kDense,
+       .alibi = true,
+       .sinks = true,
+       .dlse = true,
+       .softcap = 2,
+       .dropout = 0.25},
+      {.name = "a long head",
+       .batch = 1,
+       .q_heads = 1,
+       .kv_heads = 1,
+       .lq = 1024,
+       .lk = 1088,
+       .head_dim = 32,
+       .value_dim = 32,
+       .right = kHere,
+       .bottom_right = true},
   };
 }
 
@@ -183,8 +219,7 @@ bool test_attention(const attnkit::Kernels& kernels, const Expected& x, int thre
   check.close("dq", first.dq.values(), truth.dq, naive.dq, x.dtype);
   check.close("dk", first.dk.values(), truth.dk, naive.dk, x.dtype);
   check.close("dv", first.dv.values(), truth.dv, naive.dv, x.dtype);
-  if (first.dbias)
-    check.close("dbias", first.dbias.values(), truth.dbias, naive.dbias, x.dtype);
+  if (first.dbias) check.close("dbias", first.dbias.values(), truth.dbias, naive.dbias, x.dtype);
   check.close("dsinks", first.dsinks, truth.dsinks, naive.dsinks, x.dtype);
   for (int n = 2; n <= threads; ++n) {
     const Outcome other = run(kernels, x.problem, x.dtype, n);

@@ -32,13 +32,14 @@ class Check {
         theirs = std::max(theirs, std::abs(naive[n] - truth[n]));
       }
     const double noise = dtype == DType::kFloat64 ? 0x1p-44 : 0x1p-16;  // of sums of some hundred
-    const double rounding =
-        dtype == DType::kBFloat16 ? 0x1p-9 : dtype == DType::kFloat16 ? 0x1p-12 : 0;
+    const double rounding = dtype == DType::kBFloat16  ? 0x1p-9
+                            : dtype == DType::kFloat16 ? 0x1p-12
+                                                       : 0;
     const double allowed = 2 * theirs + noise * (1 + largest) + rounding * largest;
     if (found.size() != truth.size()) return fail(std::string(what) + " has another size");
     for (size_t n = 0; n < truth.size(); ++n) {
-      const bool right = std::isfinite(truth[n]) ? std::abs(found[n] - truth[n]) <= allowed
-                                                 : found[n] == truth[n];
+      const bool right =
+          std::isfinite(truth[n]) ? std::abs(found[n] - truth[n]) <= allowed : found[n] == truth[n];
       if (right) continue;
       char text[160];
       std::snprintf(text, sizeof text, "%s[%zu] is %.9g, expected %.9g, allowed error %.3g", what,

@@ -108,8 +108,8 @@ Outcome run(const attnkit::Kernels& kernels, const ExpectedDecode& x, int64_t pa
 }  // namespace
 
 std::vector<Case> decode_cases() {
-  const Case base{.batch = 3, .q_heads = 8, .lq = 1, .lk = 600, .lengths = {600, 37, 301},
-                  .starts = {0, 0, 0}};
+  const Case base{
+      .batch = 3, .q_heads = 8, .lq = 1, .lk = 600, .lengths = {600, 37, 301}, .starts = {0, 0, 0}};
   const auto with = [&](const char* name, const auto& change) {
     Case c = base;
     c.name = std::string("decode, ") + name;
@@ -204,8 +204,8 @@ bool test_decode(const attnkit::Kernels& kernels, const ExpectedDecode& x, int t
 bool test_append(const attnkit::Kernels& kernels, CacheTypes types, int threads) {
   constexpr int64_t kBatch = 2, kHeads = 3, kTokens = 4, kDim = 21, kValueDim = 9, kRotary = 12;
   constexpr int64_t kRows = 8, kWidth = 3, kPages = 7;
-  Check check(std::string(kernels.name) + ", " + name_of(types.q) + " to " +
-              name_of(types.cache) + ", append");
+  Check check(std::string(kernels.name) + ", " + name_of(types.q) + " to " + name_of(types.cache) +
+              ", append");
   const bool scaled = quantised(types.cache);
   const DType wide = wide_of(types.q);
   const int32_t lengths[kBatch] = {5, 14}, table[kBatch * kWidth] = {6, 2, -1, -1, 1, 4};

@@ -81,12 +81,12 @@ struct View {
   bool visible(int64_t i, int64_t j) const {
     if (j - i < s.lo || j - i > s.hi) return false;
     if (!x.keep.empty() && !x.keep[s.entry * x.k_rows + s.k0 + j]) return false;
-    if (!x.q_segments.empty() && x.q_segments[s.entry * x.q_rows + s.q0 + i] !=
-                                     x.k_segments[s.entry * x.k_rows + s.k0 + j])
+    if (!x.q_segments.empty() &&
+        x.q_segments[s.entry * x.q_rows + s.q0 + i] != x.k_segments[s.entry * x.k_rows + s.k0 + j])
       return false;
-    if (!x.blocks.empty() && !x.blocks[(h * x.block_rows() + i / attnkit::kBlock) *
-                                           x.block_columns() +
-                                       j / attnkit::kBlock])
+    if (!x.blocks.empty() &&
+        !x.blocks[(h * x.block_rows() + i / attnkit::kBlock) * x.block_columns() +
+                  j / attnkit::kBlock])
       return false;
     return bias(i, j) != -kInf;
   }
@@ -162,8 +162,7 @@ Problem make_problem(const Case& c) {
     if (dense || c.bias == Bias::kHeads) x.bias_size[1] = c.q_heads;
     if (dense || c.bias == Bias::kRows || c.bias == Bias::kHeads) x.bias_size[2] = x.q_rows;
     if (dense || c.bias == Bias::kColumns || c.bias == Bias::kHeads) x.bias_size[3] = x.k_rows;
-    x.bias =
-        random.values(x.bias_size[0] * x.bias_size[1] * x.bias_size[2] * x.bias_size[3]);
+    x.bias = random.values(x.bias_size[0] * x.bias_size[1] * x.bias_size[2] * x.bias_size[3]);
     if (c.coarse) {
       const int64_t row = x.bias_size[3];
       for (size_t n = 0; n < x.bias.size(); ++n)
@@ -240,9 +239,8 @@ Results attend(const Problem& x, DType precision, bool gradients) {
         for (int64_t j = 0; j < s.lk; ++j) {
           p[j] = round(p[j] / sum);
           if (c.dropout > 0) {
-            const uint32_t bits =
-                philox(x.seed, static_cast<uint32_t>(j), static_cast<uint32_t>(i),
-                       static_cast<uint32_t>(h), static_cast<uint32_t>(index));
+            const uint32_t bits = philox(x.seed, static_cast<uint32_t>(j), static_cast<uint32_t>(i),
+                                         static_cast<uint32_t>(h), static_cast<uint32_t>(index));
             kept[j] = (bits >> 8) * 0x1p-24 >= c.dropout ? 1 / (1 - c.dropout) : 0;
           }
           if (score[j] != -kInf) add(round(p[j] * kept[j]), &x.v[view.k_row(j) * dv], dv, out);

@@ -24,9 +24,10 @@ struct Case {
   int64_t lq = 70, lk = 150, head_dim = 24, value_dim = 24;
   int64_t left = kNone, right = kNone;  // the band around the diagonal
   bool bottom_right = false;
-  std::vector<int64_t> lengths = {};            // keys per sequence
-  std::vector<int64_t> starts = {};             // decoding: the first key per sequence
-  std::vector<int64_t> packed_q = {}, packed_k = {}; // lengths of packed sequences (batch must be 1)
+  std::vector<int64_t> lengths = {};  // keys per sequence
+  std::vector<int64_t> starts = {};   // decoding: the first key per sequence
+  std::vector<int64_t> packed_q = {},
+                       packed_k = {};  // lengths of packed sequences (batch must be 1)
   bool keep = false, segments = false, blocks = false;
   Bias bias = Bias::kNone;
   bool coarse = false;  // a float bias of -2^50 over whole rows, which leaves lse no digits

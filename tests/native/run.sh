@@ -73,5 +73,21 @@ if [ ${#stale[@]} -gt 0 ]; then
     xargs -P "${MAX_JOBS:-$(nproc)}" -L 1 sh -c '$BUILD -c "$0" -o "$1"'
 fi
 $BUILD "${objects[@]}" -o "$base/native"
+if [ "$mode" = thread ]; then
+  # A check that cannot fail proves nothing: chunks that do not wait for their turn have to be seen.
+  planted=$base/planted
+  rm -rf "$planted"
+  mkdir "$planted"
+  cp -r csrc "$planted"
+  sed -i 's/while (__atomic_load_n(gate, __ATOMIC_ACQUIRE) != c) yield();//' "$planted/csrc/cpu/backward.inl"
+  cmp -s {,"$planted/"}csrc/cpu/backward.inl && { echo "native $mode: no race could be planted"; exit 1; }
+  $BUILD -c "$planted/csrc/cpu/isa_portable.cpp" -o "$planted/isa_portable.o"
+  $BUILD "${objects[@]/#*isa_portable.o/$planted/isa_portable.o}" -o "$planted/native"
+  "$planted/native" 'a long head' >"$planted/log" 2>&1 && status=0 || status=$?
+  [ "$status" != 0 ] && grep -q 'WARNING: ThreadSanitizer: data race' "$planted/log" &&
+    grep -q '#[0-9].* attnkit::portable::Backward' "$planted/log" ||
+    { echo "native $mode: a planted race was not seen (status $status, see $planted/log)"; exit 1; }
+  echo "native $mode: a planted race is seen"
+fi
 echo "native $mode: running"
 exec ${run[@]+"${run[@]}"} "$base/native" "$@"

@@ -118,9 +118,7 @@ class Tensor {
   Tensor& operator=(Tensor&&) = default;
 
   // One of the same shape and type, of dense memory.
-  Tensor like() const {
-    return Tensor(sizes_[0], sizes_[1], sizes_[2], sizes_[3], array.dtype);
-  }
+  Tensor like() const { return Tensor(sizes_[0], sizes_[1], sizes_[2], sizes_[3], array.dtype); }
 
   unsigned char* at(int64_t b, int64_t h, int64_t r, int64_t c) {
     return bytes.data() + (b * array.batch + h * array.head + r * array.row + c * array.column) *
