@@ -6,6 +6,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 VENV ?= .venv
 ARGS ?=
+MODE ?= plain
 
 BIN := $(VENV)/bin
 PY := $(BIN)/python
@@ -23,7 +24,7 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help demo test bench info lint format types sanitize mutants wheel clean distclean always
+.PHONY: help demo test bench info lint format types sanitize native spills mutants wheel clean distclean always
 
 help:
 	@echo 'make demo      train a Transformer on the kernels, translate dates, write runs/demo/index.html'
@@ -33,6 +34,8 @@ help:
 	@echo 'make lint      ruff and clang-format, changing nothing    (make format changes)'
 	@echo 'make types     mypy'
 	@echo 'make sanitize  the tests of the C++ kernels under ASan and UBSan'
+	@echo 'make native    the kernels without torch                  (MODE=plain, clang, thread, address, aarch64)'
+	@echo 'make spills    hot loops of the built extension; none may spill a register'
 	@echo 'make mutants   plant bugs in the C++ kernels; every one must be caught'
 	@echo 'make wheel     build a source distribution and a wheel into dist/'
 	@echo 'make clean     remove what was built                      (make distclean: .venv too)'
@@ -55,19 +58,25 @@ info: ready-demo
 lint: ready-lint
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@find csrc -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.inl' \) | xargs $(BIN)/clang-format --dry-run -Werror
+	@find csrc tests/native -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.inl' \) | xargs $(BIN)/clang-format --dry-run -Werror
 	@echo 'lint: clean'
 
 format: ready-lint
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
-	@find csrc -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.inl' \) | xargs $(BIN)/clang-format -i
+	@find csrc tests/native -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.inl' \) | xargs $(BIN)/clang-format -i
 
 types: ready-types
 	@$(BIN)/mypy
 
 sanitize: ready-test
 	@VENV=$(VENV) .ci/variant sanitize $(ARGS)
+
+native:
+	@tests/native/run.sh $(MODE) $(ARGS)
+
+spills: ready-test
+	@$(PY) bench/machine_code_cpu.py $(ARGS)
 
 mutants: ready-test
 	@$(PY) tests/mutants.py $(ARGS)

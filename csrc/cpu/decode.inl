@@ -279,14 +279,15 @@ class Decode {
 #pragma GCC unroll 16
           for (int y = 0; y < kKeys; ++y) c[m][y] = Vec<T>{};
         for (int64_t d = 0; d < whole; d += kLanes<T>) {
-          Vec<T> kv_values[kKeys];
+          // one key after the other: all of them beside their sums are more than the registers
+          Vec<T> qv[kRowsHere];
 #pragma GCC unroll 16
-          for (int y = 0; y < kKeys; ++y) kv_values[y] = From::get(k[y] + d);
+          for (int m = 0; m < kRowsHere; ++m) qv[m] = load(q + (first + m) * q_ld_ + d);
 #pragma GCC unroll 16
-          for (int m = 0; m < kRowsHere; ++m) {
-            const Vec<T> qv = load(q + (first + m) * q_ld_ + d);
+          for (int y = 0; y < kKeys; ++y) {
+            const Vec<T> key = From::get(k[y] + d);
 #pragma GCC unroll 16
-            for (int y = 0; y < kKeys; ++y) c[m][y] += qv * kv_values[y];
+            for (int m = 0; m < kRowsHere; ++m) c[m][y] += qv[m] * key;
           }
         }
         if (rest)
@@ -386,14 +387,15 @@ class Decode {
 
   template <int M, int N>
   static ATTNKIT_INLINE void add_key(const Stored* v, const T* w, Vec<T> (&c)[M][N]) {
-    Vec<T> values[N];
-#pragma GCC unroll 16
-    for (int y = 0; y < N; ++y) values[y] = From::get(v + y * kLanes<T>);
+    // one value after the other: all of them beside their sums are more than the registers
+    Vec<T> weight[M];
 #pragma GCC unroll 4
-    for (int m = 0; m < M; ++m) {
-      const Vec<T> weight = splat(w[m * kBlock]);
+    for (int m = 0; m < M; ++m) weight[m] = splat(w[m * kBlock]);
 #pragma GCC unroll 16
-      for (int y = 0; y < N; ++y) c[m][y] += weight * values[y];
+    for (int y = 0; y < N; ++y) {
+      const Vec<T> value = From::get(v + y * kLanes<T>);
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) c[m][y] += weight[m] * value;
     }
   }
 

@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <stdexcept>
+#include <string>
 
 #if defined(ATTNKIT_KNOWS_AMX)
 #include <cpuid.h>
@@ -111,11 +112,11 @@ const Kernels& kernels_for(DType dtype) {
   return dtype == DType::kFloat64 ? portable::kKernels : kernels();
 }
 
-std::vector<std::string> available_instruction_sets() {
-  std::vector<std::string> names;
+std::vector<const Kernels*> available_kernels() {
+  std::vector<const Kernels*> all;
   for (const Candidate& c : candidates())
-    if (c.runs) names.push_back(c.kernels->name);
-  return names;
+    if (c.runs) all.push_back(c.kernels);
+  return all;
 }
 
 }  // namespace attnkit

@@ -1,7 +1,6 @@
 // Which kernels run on this machine.
 #pragma once
 
-#include <string>
 #include <vector>
 
 #include "../params.h"
@@ -20,7 +19,7 @@ const Kernels& kernels();
 // The same for a call of this dtype: float64 has kernels of its own, portable ones.
 const Kernels& kernels_for(DType dtype);
 
-// Names of all kernels that run here, widest first.
-std::vector<std::string> available_instruction_sets();
+// All kernels that run here, widest first.
+std::vector<const Kernels*> available_kernels();
 
 }  // namespace attnkit

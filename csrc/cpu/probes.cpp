@@ -20,7 +20,7 @@ using torch::stable::Tensor;
 
 std::string instruction_sets() {
   std::string all = kernels().name;
-  for (const std::string& name : available_instruction_sets()) all += "," + name;
+  for (const Kernels* set : available_kernels()) all += std::string(",") + set->name;
   return all;
 }
 

@@ -2,7 +2,6 @@
 // 7, 3 of mantissa; no infinity; NaN has all bits set but the sign).
 
 typedef int8_t Int8Vec __attribute__((vector_size(kVectorBytes / 4)));
-typedef uint8_t Fp8Vec __attribute__((vector_size(kVectorBytes / 4)));
 
 constexpr float kLargestInt8 = 127, kLargestFp8 = 448;
 
@@ -31,13 +30,30 @@ ATTNKIT_INLINE float from_fp8(uint8_t x) {
   return from_fp16(static_cast<uint16_t>((x & 0x80) << 8 | magnitude << 7 | nan)) * kFp8Unit;
 }
 
+// 8-bit values as 16-bit ones, their highest bit in all that are added.
+ATTNKIT_INLINE Simd<float>::HalfVec sign_extended(const uint8_t* p) {
+  using Half = Simd<float>::HalfVec;
+#if defined(ATTNKIT_ISA_AVX512)
+  __m128i v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return reinterpret_cast<Half>(_mm256_cvtepi8_epi16(v));
+#elif defined(ATTNKIT_ISA_AVX2)
+  int64_t v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return reinterpret_cast<Half>(_mm_cvtepi8_epi16(_mm_cvtsi64_si128(v)));
+#else
+  typedef int16_t Signed __attribute__((vector_size(kVectorBytes / 2)));
+  Int8Vec v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return reinterpret_cast<Half>(__builtin_convertvector(v, Signed));
+#endif
+}
+
 ATTNKIT_INLINE Vec<float> load_fp8(const uint8_t* p) {
   using Half = Simd<float>::HalfVec;
-  Fp8Vec v;
-  __builtin_memcpy(&v, p, sizeof v);
-  const Half x = __builtin_convertvector(v, Half), magnitude = x & 0x7f;
-  const Half nan = reinterpret_cast<Half>(magnitude == 0x7f) & 0x7c00;
-  const Half half = (x & 0x80) << 8 | magnitude << 7 | nan;
+  // the sign has gone to bits 14 and 15; one more than NaN's magnitude, and no other, has bit 14
+  const Half x = sign_extended(p) << 7 & 0xbfff;
+  const Half half = x | ((x + 0x80) & 0x4000);
   uint16_t lane[kLanes<float>];
   __builtin_memcpy(lane, &half, sizeof half);
   return load_fp16(lane) * kFp8Unit;
