@@ -158,7 +158,13 @@ def extension_arguments() -> dict:
             if self.inplace or self.editable_mode:
                 write_build_info(ROOT, "")
 
-    sources = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "csrc").rglob("*.cpp"))]
+    sources = [
+        path.relative_to(ROOT).as_posix()
+        for path in [
+            *sorted((ROOT / "csrc").glob("*.cpp")),
+            *sorted((ROOT / "csrc/cpu").glob("*.cpp")),
+        ]
+    ]
     headers = [
         path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "csrc").rglob("*.[hi]*"))
     ]

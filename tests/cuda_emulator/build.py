@@ -132,6 +132,25 @@ class Builder:
         jobs = [*self.runtime_jobs(), (HERE / "selftest.cu", self.kernel_flags(), "")]
         return self.link(self.folder / "selftest", self.objects(jobs), [])
 
+    def kernels(self) -> Path:
+        """A library that registers the CUDA operators for CPU tensors."""
+        flags = self.kernel_flags()
+        if self.variant != "plain":
+            flags = [*flags, FEW_DIMS]
+        cuda = self.source / "csrc" / "cuda"
+        jobs = [(path, flags, "") for path in sorted(cuda.glob("*.cu"))]
+        if self.variant != "plain":
+            few = {"decode_64", "decode_192_128"}
+            jobs = [j for j in jobs if j[0].stem in few or not j[0].stem.startswith("decode_")]
+        import torch
+
+        folder = Path(torch.__file__).parent
+        with_torch = ["-DATTNKIT_EMULATED", "-DTORCH_TARGET_VERSION=0x020b000000000000",
+                      "-Wno-psabi", "-isystem", str(folder / "include")]  # fmt: skip
+        jobs += [*self.runtime_jobs(), (cuda / "operators.cpp", with_torch, "")]
+        libraries = [f"-L{folder / 'lib'}", f"-Wl,-rpath,{folder / 'lib'}", "-ltorch_cpu", "-lc10"]
+        return self.link(self.folder / "kernels.so", self.objects(jobs), ["-shared", *libraries])
+
 
 def main() -> int:
     what, variant = sys.argv[1:]

@@ -132,6 +132,7 @@ inline unsigned __umulhi(unsigned a, unsigned b) {
 inline int __popc(unsigned x) { return std::popcount(x); }
 inline int __clz(int x) { return std::countl_zero(static_cast<unsigned>(x)); }
 [[noreturn]] inline void __trap(HERE) { emulator::fail("__trap()", place); }
+using std::isfinite;
 using std::max;
 using std::min;
 
