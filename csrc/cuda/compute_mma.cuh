@@ -13,8 +13,12 @@ namespace attnkit::cuda {
 template <class T, bool k8Bit, int kDim_, int kValueDim_, int kRowWarps>
 class MmaCompute {
  public:
-  static constexpr int kDim = kDim_, kValueDim = kValueDim_, kTile = 64;
+  static constexpr int kDim = kDim_, kValueDim = kValueDim_;
+  // where a warp has all keys of a tile, their scores are to leave registers for wide outputs
+  static constexpr int kTile = kRowWarps == 4 && kValueDim > 192 ? 32 : 64;
   static constexpr int kRows = 16 * kRowWarps;
+  static constexpr bool kWidens = k8Bit;
+  static constexpr int kBlocks = kRowWarps == 1 && kDim <= 64 ? 3 : 2;  // registers for so many
   using Stored = std::conditional_t<k8Bit, uint8_t, T>;
   using KVTiles = Tiles<Stored, kDim, kValueDim, kTile>;
   using Keys = Lines<T, kDim>;
@@ -53,14 +57,11 @@ class MmaCompute {
     load_queries();
   }
 
-  // Before `tile`, and with a barrier after it: 8-bit keys and values become T.
+  // Before `tile`, with a barrier before and after it: 8-bit keys and values become T.
   __device__ __forceinline__ void widen(int tile) {
-    if constexpr (k8Bit) {
-      widen_lines<typename KVTiles::Keys, Keys>(tiles_.keys(tile), nullptr, wide_keys_);
-      widen_lines<typename KVTiles::Values, Values>(tiles_.values(tile), tiles_.value_scales(tile),
-                                                    wide_values_);
-      __syncthreads();
-    }
+    widen_lines<typename KVTiles::Keys, Keys>(tiles_.keys(tile), nullptr, wide_keys_);
+    widen_lines<typename KVTiles::Values, Values>(tiles_.values(tile), tiles_.value_scales(tile),
+                                                  wide_values_);
   }
 
   __device__ __forceinline__ void tile(int tile) {

@@ -59,6 +59,10 @@ class VectorCompute {
  public:
   using Stored = Stored_;
   static constexpr int kRows = kRows_, kDim = kDim_, kValueDim = kValueDim_;
+  static constexpr bool kWidens = false;
+  // registers for so many: few bytes a tile ask for many tiles on their way
+  static constexpr int kBlocks =
+      kDim <= 64 ? (sizeof(Stored) == 1 ? 4 : 3) : (sizeof(Stored) == 1 && kDim <= 96 ? 3 : 2);
   // two stages of float32 tiles are to leave room for a second block
   static constexpr int kTile = sizeof(Stored) == 4 && kDim > 64 ? 32 : 64;
   using KVTiles = Tiles<Stored, kDim, kValueDim, kTile>;
@@ -92,8 +96,6 @@ class VectorCompute {
       queries_[x] = value;
     }
   }
-
-  __device__ __forceinline__ void widen(int) {}
 
   __device__ __forceinline__ void tile(int tile) {
     const bool masked = tiles_.masked(tile), whole = p_.k.dtype == DType::kInt8;
@@ -141,7 +143,7 @@ class VectorCompute {
     }
     __syncwarp();
     const bool split = masked;  // rows may see different keys
-#pragma unroll 4
+#pragma unroll kUnroll
     for (int x = 0; x < kKeys; ++x) {
       const char* values = tiles_.values(tile) + (first_key() + x) * Values::kPitch;
 #pragma unroll
@@ -208,6 +210,7 @@ class VectorCompute {
   using Values = typename KVTiles::Values;
   static constexpr int kKeys = kTile / kWarps;
   static constexpr int kColumns = (kValueDim + 63) / 64;
+  static constexpr int kUnroll = sizeof(Stored) == 1 ? 2 : 4;  // values under way; or they spill
 
   __device__ __forceinline__ int lane() const { return threadIdx.x % 32; }
   __device__ __forceinline__ int warp() const { return threadIdx.x / 32; }

@@ -11,7 +11,7 @@
 namespace attnkit::cuda {
 
 template <class Compute>
-__global__ void __launch_bounds__(kThreads) decode_kernel(const DecodeParams p) {
+__global__ void __launch_bounds__(kThreads, Compute::kBlocks) decode_kernel(const DecodeParams p) {
   const Work w = work_of_block<Compute::kTile>(p);
   if (w.first_tile >= w.end_tile &&
       p.part_out) {  // a share without keys: only its sum is looked at
@@ -26,18 +26,26 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const DecodeParams p) 
   tiles.find(w.first_tile + 1);
   __syncthreads();  // the places are known
   if (w.first_tile < w.end_tile) tiles.load(w.first_tile);
-  for (int tile = w.first_tile; tile < w.end_tile; ++tile) {
-    __syncthreads();  // the tile before is used up, the places of the next are known
-    if (tile + 1 < w.end_tile) {
-      tiles.load(tile + 1);
-      __pipeline_wait_prior(1);
-    } else {
-      __pipeline_wait_prior(0);
+  if constexpr (Compute::kWidens) {  // what a tile was copied to is free once it has been widened
+    if (w.first_tile + 1 < w.end_tile) tiles.load(w.first_tile + 1);
+    for (int tile = w.first_tile; tile < w.end_tile; ++tile) {
+      wait_for_all_but(tile + 1 < w.end_tile);
+      tiles.find(tile + 2);
+      __syncthreads();  // the copies of all threads have arrived, the tile before is used up
+      compute.widen(tile);
+      __syncthreads();  // the numbers are there, the places of the tile after the next are known
+      if (tile + 2 < w.end_tile) tiles.load(tile + 2);
+      compute.tile(tile);
     }
-    tiles.find(tile + 2);
-    __syncthreads();  // the copies of all threads have arrived
-    compute.widen(tile);
-    compute.tile(tile);
+  } else {
+    for (int tile = w.first_tile; tile < w.end_tile; ++tile) {
+      __syncthreads();  // the tile before is used up, the places of the next are known
+      if (tile + 1 < w.end_tile) tiles.load(tile + 1);
+      wait_for_all_but(tile + 1 < w.end_tile);
+      tiles.find(tile + 2);
+      __syncthreads();  // the copies of all threads have arrived
+      compute.tile(tile);
+    }
   }
   compute.finish();
 }

@@ -78,11 +78,11 @@ class Tiles {
   using Keys = Lines<Stored, kDim>;
   using Values = Lines<Stored, kValueDim>;
   static constexpr bool kScaled = sizeof(Stored) == 1;
-  static constexpr int kPlaces = 4;  // tiles whose slots have been looked up
+  static constexpr int kPlaces = 4;  // tiles whose slots have been looked up; scales live as long
   static constexpr size_t kSharedBytes = shared_bytes<char>(2 * kTile * Keys::kPitch) +
                                          shared_bytes<char>(2 * kTile * Values::kPitch) +
                                          shared_bytes<int2>(kPlaces * kTile) +
-                                         (kScaled ? 2 * shared_bytes<float>(2 * kTile) : 0);
+                                         (kScaled ? 2 * shared_bytes<float>(kPlaces * kTile) : 0);
 
   __device__ __forceinline__ Tiles(const DecodeParams& p, const Work& w, Shared& shared)
       : p_(p), w_(w) {
@@ -90,8 +90,8 @@ class Tiles {
     values_ = shared.take<char>(2 * kTile * Values::kPitch);
     places_ = shared.take<int2>(kPlaces * kTile);
     if constexpr (kScaled) {
-      key_scales_ = shared.take<float>(2 * kTile);
-      value_scales_ = shared.take<float>(2 * kTile);
+      key_scales_ = shared.take<float>(kPlaces * kTile);
+      value_scales_ = shared.take<float>(kPlaces * kTile);
     }
     table_ =
         p.block_table ? p.block_table + static_cast<int64_t>(w.batch) * p.table_width : nullptr;
@@ -124,10 +124,10 @@ class Tiles {
     if constexpr (kScaled) {
       const int x = threadIdx.x % kTile, which = threadIdx.x / kTile;
       const Array& from = which ? p_.v_scale : p_.k_scale;
-      float* to = (which ? value_scales_ : key_scales_) + tile % 2 * kTile + x;
-      static_assert(kThreads == 2 * kTile, "every thread brings one scale");
+      float* to = (which ? value_scales_ : key_scales_) + tile % kPlaces * kTile + x;
+      static_assert(kThreads >= 2 * kTile, "a thread brings one scale at most");
       const int2 place = places[x];
-      __pipeline_memcpy_async(to, row(from, place), 4, place.x < 0 ? 4 : 0);
+      if (which < 2) __pipeline_memcpy_async(to, row(from, place), 4, place.x < 0 ? 4 : 0);
     }
     __pipeline_commit();
   }
@@ -139,10 +139,10 @@ class Tiles {
     return values_ + tile % 2 * kTile * Values::kPitch;
   }
   __device__ __forceinline__ const float* key_scales(int tile) const {
-    return key_scales_ + tile % 2 * kTile;
+    return key_scales_ + tile % kPlaces * kTile;
   }
   __device__ __forceinline__ const float* value_scales(int tile) const {
-    return value_scales_ + tile % 2 * kTile;
+    return value_scales_ + tile % kPlaces * kTile;
   }
   __device__ __forceinline__ bool found(int tile, int x) const {
     return places_[tile % kPlaces * kTile + x].x >= 0;
@@ -177,6 +177,14 @@ class Tiles {
   const int32_t* table_;
   int row_;
 };
+
+// Waits for this thread's copies, but for those of the newest tile if one is under way.
+__device__ __forceinline__ void wait_for_all_but(bool one) {
+  if (one)
+    __pipeline_wait_prior(1);
+  else
+    __pipeline_wait_prior(0);
+}
 
 // What a row's scores go through on their way to exponents of 2.
 struct Scores {

@@ -1,6 +1,6 @@
 """Builds what runs CUDA kernels without a GPU: the emulator, its self-test, the project's kernels.
 
-    python tests/cuda_emulator/build.py selftest|kernels plain|asan|tsan
+    python tests/cuda_emulator/build.py selftest|kernels|table plain|asan|tsan
 
 Prints the path of the result.  What is up to date is not built again.  Exits with 3, and the reason
 as its output, where this machine cannot build it.
@@ -25,7 +25,11 @@ BUILD = ROOT / "build" / "cuda_emulator"
 
 SANITIZERS = {
     "plain": [],
-    "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
+    "asan": [
+        "-fsanitize=address,alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero,"
+        "float-cast-overflow,bool,enum,null",
+        "-fno-sanitize-recover=all",
+    ],
     "tsan": ["-fsanitize=thread"],
 }
 RUNTIME = ("scheduler", "memory", "tensor_core", "context_switch")
@@ -131,6 +135,11 @@ class Builder:
         """An executable that runs the cases of selftest.cu."""
         jobs = [*self.runtime_jobs(), (HERE / "selftest.cu", self.kernel_flags(), "")]
         return self.link(self.folder / "selftest", self.objects(jobs), [])
+
+    def table(self) -> Path:
+        """An executable that lists the kernels and what they ask of a multiprocessor."""
+        jobs = [*self.runtime_jobs(), (HERE / "kernel_table.cu", self.kernel_flags(), "")]
+        return self.link(self.folder / "kernel_table", self.objects(jobs), [])
 
     def kernels(self) -> Path:
         """A library that registers the CUDA operators for CPU tensors."""

@@ -29,7 +29,7 @@ extern dim3 blockDim, gridDim;
 
 #undef __shared__
 #define __shared__ static_shared_memory_is_not_emulated_use_dynamic
-#define warpSize 32
+constexpr int warpSize = 32;
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 #define cudaLaunchKernelEx ::emulator::launch
