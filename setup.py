@@ -42,7 +42,7 @@ FLAGS = [
 ]
 # Machine code for these; PTX of the last one for what comes later.  TORCH_CUDA_ARCH_LIST, which
 # PyTorch's builds know, names others.
-CUDA_ARCHITECTURES = (80, 90, 100)
+CUDA_ARCHITECTURES = ("80", "90a", "100")
 
 
 def find_compiler() -> tuple[str | None, str]:
@@ -230,7 +230,7 @@ def files(pattern: str) -> list[str]:
 
 
 def nvcc_flags() -> list[str]:
-    flags = ["-O3", "-std=c++20"]
+    flags = ["-O3", "-std=c++20", "-Xptxas=-v"]  # tests/cuda_budgets.py reads what that says
     if "TORCH_CUDA_ARCH_LIST" in os.environ:
         return flags  # PyTorch adds them
     codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA_ARCHITECTURES]

@@ -5,19 +5,19 @@ Run by `make check-cuda` on a build against a CUDA build of torch.
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnkit
-import attnkit._C_cuda
 from attnkit.backends import cpu, cuda
 from attnkit.spec import AttentionSpec, CacheArgs, TensorArgs
 
 
 def main() -> None:
-    library = Path(attnkit._C_cuda.__file__)
+    library = Path(importlib.import_module("attnkit._C_cuda").__file__ or "")
     print(f"loaded {library.name} ({library.stat().st_size / 2**20:.1f} MiB)")
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, GPU {torch.cuda.is_available()}")
     assert cpu.BUILT

@@ -1,12 +1,15 @@
 """Compiles every CUDA kernel for some architectures and holds it to its budget; needs no GPU.
 
     python tests/cuda_budgets.py [--write] [--archs 80,90a,100] [--jobs N] [files ...]
+    python tests/cuda_budgets.py [--write] --log build/cuda/build.log
+
+With --log it compiles nothing: it reads what ptxas said in a build of the extension.
 
 Per kernel: registers, bytes spilled, shared memory, blocks that a multiprocessor has room for (by
 NVIDIA's cuda_occupancy.h), and bytes on their way to it: for each of these blocks what it loads
-while it uses a tile, which is another tile, or two of 8 bits.  Little's law asks for bandwidth x latency of these; the bound
-is 1.2 times that, with 700 ns, of an A100 (2039 GB/s, 108 SMs) for sm_80 and of an H200
-(4800 GB/s, 132 SMs), which is above an H100 (3350 GB/s), for the others.
+while it uses a tile, which is another tile, or two of 8 bits.  Little's law asks for bandwidth x
+latency of these; the bound is 1.2 times that, with 700 ns, of an A100 (2039 GB/s, 108 SMs) for
+sm_80, of an H100 (3350 GB/s, 132 SMs) and an H200 (4800 GB/s, 132 SMs) for the others.
 
 Exits with 1 where a kernel spills, has fewer bytes on their way, or is above its budget in
 tests/cuda_budgets.tsv, which --write makes anew from what was found.
@@ -61,23 +64,28 @@ def needed(machine: str) -> float:
     return MARGIN * bandwidth * LATENCY / multiprocessors
 
 
-def compiled(source: Path, arch: str, folder: Path) -> dict[str, Compiled]:
-    """By kernel, what ptxas says of a source."""
-    command = ["nvcc", "-std=c++20", "-O3", "-Xptxas", "-v", "-cubin",
+def compiled(source: Path, arch: str, folder: Path) -> dict[tuple[str, str], Compiled]:
+    """What ptxas says of the kernels of a source."""
+    command = ["nvcc", "-std=c++20", "-O3", "-Xptxas=-v", "-cubin",
                f"-gencode=arch=compute_{arch},code=sm_{arch}", str(source),
                "-o", str(folder / f"{source.stem}.{arch}.cubin")]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
-    found, name = {}, ""
-    spilled = 0
-    for line in done.stderr.splitlines():
-        if match := re.search(r"Compiling entry function '(\w+)'", line):
-            name, spilled = match[1], 0
+    return told(done.stderr)
+
+
+def told(text: str) -> dict[tuple[str, str], Compiled]:
+    """By kernel and architecture, what ptxas said in `text`."""
+    found = {}
+    key, spilled = ("", ""), 0
+    for line in text.splitlines():
+        if match := re.search(r"Compiling entry function '(\w+)' for 'sm_(\w+)'", line):
+            key, spilled = (match[1], match[2]), 0
         elif match := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
             spilled = int(match[1]) + int(match[2])
-        elif (match := re.search(r"Used (\d+) registers", line)) and name:
-            found[name], name = Compiled(int(match[1]), spilled), ""
+        elif (match := re.search(r"Used (\d+) registers", line)) and key[0]:
+            found[key], key = Compiled(int(match[1]), spilled), ("", "")
     return found
 
 
@@ -105,22 +113,30 @@ def launches() -> tuple[Path, dict[str, Launch]]:
     return program, found
 
 
-def measure(archs: list[str], sources: list[Path], jobs: int) -> list[Row]:
-    program, known = launches()
+def compile_all(
+    archs: list[str], sources: list[Path], jobs: int
+) -> dict[tuple[str, str], Compiled]:
     work = [(source, arch) for source in sources for arch in archs]
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(jobs) as pool:
-        done = list(pool.map(lambda job: compiled(*job, Path(name)), work))
-    rows = []
-    for (_, arch), kernels in zip(work, done, strict=True):
-        for kernel, result in zip(demangled(list(kernels)), kernels.values(), strict=True):
-            launch = known.get(kernel, Launch(128, 1024, 0))
-            number = re.sub(r"\D", "", arch)
-            asked = [result.registers, launch.threads, launch.shared, number]
-            said = subprocess.run([program, *map(str, asked)], capture_output=True, text=True)
-            blocks = int(said.stdout)
-            rows.append(Row(kernel.replace("attnkit::cuda::", ""), arch, *result, launch.shared,
-                            blocks, blocks * launch.tile_bytes))  # fmt: skip
-    return sorted(rows)
+        done = pool.map(lambda job: compiled(*job, Path(name)), work)
+        return {key: result for found in done for key, result in found.items()}
+
+
+def measure(found: dict[tuple[str, str], Compiled]) -> list[Row]:
+    program, known = launches()
+    rows, questions = [], []
+    names = demangled([mangled for mangled, _ in found])
+    for kernel, (_, arch), result in zip(names, found, found.values(), strict=True):
+        launch = known.get(kernel, Launch(128, 1024, 0))
+        rows.append((kernel.replace("attnkit::cuda::", ""), arch, result, launch))
+        number = re.sub(r"\D", "", arch)
+        questions += [str(result.registers), str(launch.threads), str(launch.shared), number]
+    said = subprocess.run([program, *questions], capture_output=True, text=True, check=True)
+    blocks = map(int, said.stdout.split())
+    return sorted(
+        Row(kernel, arch, *result, launch.shared, n, n * launch.tile_bytes)
+        for (kernel, arch, result, launch), n in zip(rows, blocks, strict=True)
+    )
 
 
 def complaints(row: Row, budget: Row | None) -> list[str]:
@@ -159,13 +175,18 @@ def main() -> int:
     parser.add_argument(
         "--jobs", type=int, default=int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))
     )
+    parser.add_argument("--log", type=Path, help="of a build of the extension, to be read instead")
     parser.add_argument("--write", action="store_true", help="make the budgets from what is found")
     options = parser.parse_args()
-    if shutil.which("nvcc") is None:
+    if options.log is not None:
+        found = told(options.log.read_text())
+    elif shutil.which("nvcc") is None:
         print("there is no nvcc: nothing was compiled")
         return 0
-    sources = options.files or sorted(SOURCES.glob("*.cu"))
-    rows = measure(options.archs.split(","), sources, options.jobs)
+    else:
+        sources = options.files or sorted(SOURCES.glob("*.cu"))
+        found = compile_all(options.archs.split(","), sources, options.jobs)
+    rows = measure(found)
     if options.write:
         kept = read_budgets() | {row[:2]: row for row in rows}
         lines = ["\t".join(Row._fields), *("\t".join(map(str, kept[key])) for key in sorted(kept))]

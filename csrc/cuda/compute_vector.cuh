@@ -8,17 +8,12 @@
 
 namespace attnkit::cuda {
 
-// 16 bytes of stored numbers as floats, and two neighbours of a row.
+// Stored numbers as floats: the i-th four of 16 bytes, and two neighbours of a row.
 template <class Stored>
 struct Numbers {  // bf16 and fp16
-  static constexpr int kPer16Bytes = 8;
-  __device__ __forceinline__ static void get(uint4 bits, bool, float (&x)[8]) {
-    const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 two = unpack<Stored>(words[i]);
-      x[2 * i] = two.x, x[2 * i + 1] = two.y;
-    }
+  __device__ __forceinline__ static float4 four(uint4 bits, int i, bool) {
+    const float2 a = unpack<Stored>(i ? bits.z : bits.x), b = unpack<Stored>(i ? bits.w : bits.y);
+    return make_float4(a.x, a.y, b.x, b.y);
   }
   __device__ __forceinline__ static float2 two(const char* p, bool) {
     return unpack<Stored>(*reinterpret_cast<const uint32_t*>(p));
@@ -26,10 +21,9 @@ struct Numbers {  // bf16 and fp16
 };
 template <>
 struct Numbers<float> {
-  static constexpr int kPer16Bytes = 4;
-  __device__ __forceinline__ static void get(uint4 bits, bool, float (&x)[4]) {
-    x[0] = __uint_as_float(bits.x), x[1] = __uint_as_float(bits.y);
-    x[2] = __uint_as_float(bits.z), x[3] = __uint_as_float(bits.w);
+  __device__ __forceinline__ static float4 four(uint4 bits, int, bool) {
+    return make_float4(__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z),
+                       __uint_as_float(bits.w));
   }
   __device__ __forceinline__ static float2 two(const char* p, bool) {
     return *reinterpret_cast<const float2*>(p);
@@ -37,20 +31,17 @@ struct Numbers<float> {
 };
 template <>
 struct Numbers<uint8_t> {  // int8 (whole) or float8_e4m3fn
-  static constexpr int kPer16Bytes = 16;
-  __device__ __forceinline__ static void get(uint4 bits, bool whole, float (&x)[16]) {
-    const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const uint32_t byte = words[i / 4] >> 8 * (i % 4) & 0xff;
-      x[i] = whole ? from_int8(byte) : from_fp8(byte);
-    }
+  __device__ __forceinline__ static float one(uint32_t bits, bool whole) {
+    return whole ? from_int8(bits) : from_fp8(bits & 0xff);
+  }
+  __device__ __forceinline__ static float4 four(uint4 bits, int i, bool whole) {
+    const uint32_t word = i == 0 ? bits.x : i == 1 ? bits.y : i == 2 ? bits.z : bits.w;
+    return make_float4(one(word, whole), one(word >> 8, whole), one(word >> 16, whole),
+                       one(word >> 24, whole));
   }
   __device__ __forceinline__ static float2 two(const char* p, bool whole) {
-    const uint32_t bits = *reinterpret_cast<const uint16_t*>(p), low = bits & 0xff,
-                   high = bits >> 8;
-    return whole ? make_float2(from_int8(low), from_int8(high))
-                 : make_float2(from_fp8(low), from_fp8(high));
+    const uint32_t bits = *reinterpret_cast<const uint16_t*>(p);
+    return make_float2(one(bits, whole), one(bits >> 8, whole));
   }
 };
 
@@ -105,16 +96,16 @@ class VectorCompute {
     // the lanes of one key take turns at its 16-byte units
 #pragma unroll
     for (int unit = lane() / kKeys; unit < Keys::kUnits; unit += 32 / kKeys) {
-      float k[Numbers<Stored>::kPer16Bytes];
-      Numbers<Stored>::get(*reinterpret_cast<const uint4*>(line + unit * 16), whole, k);
+      const uint4 bits = *reinterpret_cast<const uint4*>(line + unit * 16);
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const float* q = queries_ + r * kDim + unit * Numbers<Stored>::kPer16Bytes;
+      for (int i = 0; i < kFours; ++i) {
+        const float4 k = Numbers<Stored>::four(bits, i, whole);
 #pragma unroll
-        for (int i = 0; i < Numbers<Stored>::kPer16Bytes; i += 4) {
-          const float4 four = *reinterpret_cast<const float4*>(q + i);
-          s[r] = fmaf(four.x, k[i], s[r]), s[r] = fmaf(four.y, k[i + 1], s[r]);
-          s[r] = fmaf(four.z, k[i + 2], s[r]), s[r] = fmaf(four.w, k[i + 3], s[r]);
+        for (int r = 0; r < kRows; ++r) {
+          const float4 q =
+              *reinterpret_cast<const float4*>(queries_ + r * kDim + (unit * kFours + i) * 4);
+          s[r] = fmaf(q.x, k.x, s[r]), s[r] = fmaf(q.y, k.y, s[r]);
+          s[r] = fmaf(q.z, k.z, s[r]), s[r] = fmaf(q.w, k.w, s[r]);
         }
       }
     }
@@ -209,6 +200,7 @@ class VectorCompute {
   using Keys = typename KVTiles::Keys;
   using Values = typename KVTiles::Values;
   static constexpr int kKeys = kTile / kWarps;
+  static constexpr int kFours = 4 / static_cast<int>(sizeof(Stored));  // of 16 bytes
   static constexpr int kColumns = (kValueDim + 63) / 64;
   static constexpr int kUnroll = sizeof(Stored) == 1 ? 2 : 4;  // values under way; or they spill
 

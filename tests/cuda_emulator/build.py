@@ -151,14 +151,20 @@ class Builder:
         if self.variant != "plain":
             few = {"decode_64", "decode_192_128"}
             jobs = [j for j in jobs if j[0].stem in few or not j[0].stem.startswith("decode_")]
-        import torch
-
-        folder = Path(torch.__file__).parent
         with_torch = ["-DATTNKIT_EMULATED", "-DTORCH_TARGET_VERSION=0x020b000000000000",
-                      "-Wno-psabi", "-isystem", str(folder / "include")]  # fmt: skip
+                      "-Wno-psabi", "-isystem", str(torch_folder() / "include")]  # fmt: skip
         jobs += [*self.runtime_jobs(), (cuda / "operators.cpp", with_torch, "")]
-        libraries = [f"-L{folder / 'lib'}", f"-Wl,-rpath,{folder / 'lib'}", "-ltorch_cpu", "-lc10"]
-        return self.link(self.folder / "kernels.so", self.objects(jobs), ["-shared", *libraries])
+        return self.link(self.folder / "kernels.so", self.objects(jobs), self.library_flags())
+
+    def library_flags(self) -> list[str]:
+        libraries = torch_folder() / "lib"
+        return ["-shared", f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-lc10"]
+
+
+def torch_folder() -> Path:
+    import torch
+
+    return Path(torch.__file__).parent
 
 
 def main() -> int:
