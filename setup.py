@@ -71,6 +71,17 @@ def obstacle() -> str:
     return ""
 
 
+def cuda_toolkit() -> Path | None:
+    """The folder of the CUDA toolkit; an `nvcc` on the PATH may be no more than a script."""
+    named = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    nvcc = shutil.which("nvcc")
+    found = [Path(nvcc).resolve().parents[1]] if nvcc else []
+    for folder in [*map(Path, named), *found, Path("/usr/local/cuda")]:
+        if (folder / "bin" / "nvcc").exists() and (folder / "include/cuda_runtime_api.h").exists():
+            return folder
+    return None
+
+
 def cuda_obstacle() -> str:
     """Why the CUDA kernels are not to be built, as a sentence; "" when they are.
 
@@ -82,16 +93,16 @@ def cuda_obstacle() -> str:
 
     if torch.version.cuda is None:
         return f"PyTorch {torch.__version__} is built without CUDA"
-    from torch.utils.cpp_extension import CUDA_HOME
-
-    nvcc = Path(CUDA_HOME or "", "bin", "nvcc")
-    if CUDA_HOME is None or not nvcc.exists():
+    toolkit = cuda_toolkit()
+    if toolkit is None:
         return "no CUDA toolkit was found (nvcc on the PATH, or CUDA_HOME)"
+    os.environ["CUDA_HOME"] = str(toolkit)  # before PyTorch looks for it by itself
+    nvcc = toolkit / "bin" / "nvcc"
     said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     found = re.search(r"release (\d+)", said)
     if found is None or found[1] != torch.version.cuda.split(".")[0]:
         return (
-            f"the CUDA toolkit in {CUDA_HOME} is {found[1] if found else 'unknown'}, and this "
+            f"the CUDA toolkit in {toolkit} is {found[1] if found else 'unknown'}, and this "
             f"PyTorch is built with CUDA {torch.version.cuda}"
         )
     return ""
@@ -167,6 +178,7 @@ def extension_arguments() -> dict:
     )
     os.environ["CXX"] = find_compiler()[0] or ""
     try:
+        no_cuda = cuda_obstacle()
         from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
     except ImportError as error:
         raise SystemExit(
@@ -197,7 +209,6 @@ def extension_arguments() -> dict:
                     remove_built("_C_cuda*.so")
                 write_build_info(ROOT, "")
 
-    no_cuda = cuda_obstacle()
     headers = files("*.[hi]*")
     flags = [*FLAGS, "-g0"]  # Python's own flags often hold -g: a library ten times larger
     if "CFLAGS" in os.environ:  # whose -O and -g stand before these, and so would lose

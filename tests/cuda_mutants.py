@@ -29,7 +29,18 @@ import build  # noqa: E402  (its folder is no package)
 
 TIMEOUT = 900  # seconds for one run
 ONE_DIM = "-DATTNKIT_HEAD_DIMS(X)=X(64, 64)"
-SOURCES = ("decode_64", "merge", "append", "plan")
+SOURCES = ("few", "merge", "append", "plan")
+# The kernels of one head dim and all types but fp16, whose code is that of bf16.
+FEW = """
+#include "decode.cuh"
+namespace attnkit::cuda {
+template <>
+cudaError_t decode_16_bit<__half, 64, 64>(const DecodeParams&, cudaStream_t) {
+  return cudaErrorInvalidValue;
+}
+template cudaError_t decode_dims<64, 64>(const DecodeParams&, cudaStream_t);
+}  // namespace attnkit::cuda
+"""
 
 
 class Mutant(NamedTuple):
@@ -393,11 +404,13 @@ class Planted:
         (folder / "csrc").mkdir(parents=True)
         shutil.copy(ROOT / "csrc" / "params.h", folder / "csrc")
         shutil.copytree(ROOT / "csrc" / "cuda", folder / "csrc" / "cuda")
+        (folder / "csrc" / "cuda" / "few.cu").write_text(FEW)
 
     def library(self, variant: str) -> Path:
         """Only the kernels are compiled; the rest is that of the tests' own build."""
         base = build.Builder(variant)
-        shared = [base.folder / f"{name}.o" for name in (*build.RUNTIME, "operators")]
+        shared = [base.folder / f"{name}.o" for name in build.RUNTIME]
+        shared.append(build.Builder("plain").folder / "operators.o")
         own = build.Builder(variant, self.folder, self.folder / variant)
         jobs = [
             (self.folder / "csrc" / "cuda" / f"{name}.cu", [*own.kernel_flags(), ONE_DIM], "")

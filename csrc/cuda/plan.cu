@@ -69,6 +69,8 @@ int64_t part_sum_size(const DecodeParams& p) {
 int64_t part_out_size(const DecodeParams& p) { return part_sum_size(p) / 2 * p.value_dim; }
 
 cudaError_t decode(const DecodeParams& p, cudaStream_t stream) {
+  const int64_t blocks = int64_t{p.batch} * p.kv_heads * p.plan.row_tiles * p.plan.splits;
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   cudaError_t error = cudaErrorInvalidValue;
 #define ATTNKIT_RUN(D, DV) \
   if (p.head_dim == D && p.value_dim == DV) error = decode_dims<D, DV>(p, stream);

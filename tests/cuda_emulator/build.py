@@ -56,7 +56,7 @@ def header_folders() -> Iterator[Path]:
 
 
 def cuda_headers() -> Path | None:
-    wanted = ("cuda_runtime.h", "cuda_bf16.h", "cuda_fp8.h", "crt/host_defines.h")
+    wanted = ("cuda_runtime.h", "cuda_bf16.h", "cuda_fp8.h", "crt/host_defines.h", "nv/target")
     for folder in header_folders():
         if all((folder / name).exists() for name in wanted):
             return folder
@@ -70,7 +70,10 @@ def obstacle() -> str:
     if shutil.which(shlex.split(compiler())[0]) is None:
         return f"there is no C++ compiler {compiler()!r}"
     if cuda_headers() is None:
-        return "CUDA's headers are not here (a toolkit, or pip install nvidia-cuda-runtime)"
+        return (
+            "CUDA's headers are not here (they come with a toolkit, or by "
+            "pip install nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl)"
+        )
     return ""
 
 
@@ -153,8 +156,12 @@ class Builder:
             jobs = [j for j in jobs if j[0].stem in few or not j[0].stem.startswith("decode_")]
         with_torch = ["-DATTNKIT_EMULATED", "-DTORCH_TARGET_VERSION=0x020b000000000000",
                       "-Wno-psabi", "-isystem", str(torch_folder() / "include")]  # fmt: skip
-        jobs += [*self.runtime_jobs(), (cuda / "operators.cpp", with_torch, "")]
-        return self.link(self.folder / "kernels.so", self.objects(jobs), self.library_flags())
+        jobs += self.runtime_jobs()
+        # it has nothing that a sanitizer is to look at, and takes as long as all the rest
+        operators = Builder("plain").compile(cuda / "operators.cpp", with_torch)
+        return self.link(
+            self.folder / "kernels.so", [*self.objects(jobs), operators], self.library_flags()
+        )
 
     def library_flags(self) -> list[str]:
         libraries = torch_folder() / "lib"
