@@ -95,7 +95,8 @@ def demangled(names: list[str]) -> list[str]:
     short = []
     for line in done.stdout.splitlines():
         inner = re.search(r"decode_kernel<(.*)>\(", line)
-        short.append(inner[1].strip() if inner else re.sub(r"\(.*", "", line).split("::")[-1])
+        plain = re.search(r"(\w+)\(attnkit", line)
+        short.append(inner[1].strip() if inner else plain[1] if plain else line)
     return [name.replace(" >", ">") for name in short]
 
 
