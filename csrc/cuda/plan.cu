@@ -45,6 +45,7 @@ Plan plan(const DecodeParams& p, int splits, int multiprocessors) {
   else
     r.row_tile = rows <= 16 ? 16 : 64;
   r.row_tiles = static_cast<int>((rows + r.row_tile - 1) / r.row_tile);
+  if (r.row_tiles == 0) return r;  // no queries
   const int useful = (p.capacity + r.min_keys - 1) / r.min_keys;
   if (splits > 0) {
     r.splits = splits;
