@@ -152,7 +152,6 @@ class VectorCompute {
         }
       }
     }
-    __syncwarp();  // before the next tile's weights
   }
 
   // Merges the warps and writes the rows of the block.
