@@ -5,15 +5,18 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 VENV ?= .venv
+CUDA_TORCH ?= torch==2.14.1
+CUDA_VENV ?= .venv-cuda
 ARGS ?=
 MODE ?= plain
 
 BIN := $(VENV)/bin
 PY := $(BIN)/python
+SOURCES := find csrc tests/native tests/cuda_emulator -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh' \)
 PIP := $(PY) -m pip --disable-pip-version-check
 STAMPS := $(VENV)/stamps
 TORCH_STAMP := $(STAMPS)/torch-$(shell printf '%s %s' '$(TORCH)' '$(TORCH_INDEX)' | cksum | tr ' ' '-')
-SOURCES := setup.py $(shell find csrc -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.inc' \))
+SOURCES := setup.py $(shell find csrc -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh' \))
 LOG := build/compile.log
 
 # An install without the extension is never up to date: by the next call there may be a compiler.
@@ -24,7 +27,7 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help demo test bench info lint format types sanitize native spills mutants wheel clean distclean always
+.PHONY: help demo test bench info lint format types sanitize native spills mutants check-cuda wheel clean distclean always
 
 help:
 	@echo 'make demo      train a Transformer on the kernels, translate dates, write runs/demo/index.html'
@@ -37,6 +40,7 @@ help:
 	@echo 'make native    the kernels without torch                  (MODE=plain, clang, thread, address, aarch64)'
 	@echo 'make spills    hot loops of the built extension; none may spill a register'
 	@echo 'make mutants   plant bugs in the C++ kernels; every one must be caught'
+	@echo 'make check-cuda  build against a CUDA torch (gigabytes), import it, hold kernels to their budgets'
 	@echo 'make wheel     build a source distribution and a wheel into dist/'
 	@echo 'make clean     remove what was built                      (make distclean: .venv too)'
 	@echo
@@ -58,13 +62,13 @@ info: ready-demo
 lint: ready-lint
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@find csrc tests/native -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.inl' \) | xargs $(BIN)/clang-format --dry-run -Werror
+	@$(SOURCES) | xargs $(BIN)/clang-format --dry-run -Werror
 	@echo 'lint: clean'
 
 format: ready-lint
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
-	@find csrc tests/native -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.inl' \) | xargs $(BIN)/clang-format -i
+	@$(SOURCES) | xargs $(BIN)/clang-format -i
 
 types: ready-types
 	@$(BIN)/mypy
@@ -80,6 +84,17 @@ spills: ready-test
 
 mutants: ready-test
 	@$(PY) tests/mutants.py $(ARGS)
+	@$(PY) tests/cuda_mutants.py
+
+check-cuda: $(CUDA_VENV)/torch
+	@.ci/check_cuda $(CUDA_VENV)/bin/python
+	@$(CUDA_VENV)/bin/python tests/cuda_budgets.py --log build/cuda/build.log
+
+$(CUDA_VENV)/torch:
+	@echo '==> installing $(CUDA_TORCH) into $(CUDA_VENV) (once; gigabytes)'
+	@$(PYTHON) -m venv $(CUDA_VENV)
+	@$(CUDA_VENV)/bin/python -m pip install -q --disable-pip-version-check 'setuptools>=77' ninja numpy '$(CUDA_TORCH)'
+	@touch $@
 
 wheel: ready-dev
 	@echo '==> building dist/'

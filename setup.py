@@ -1,4 +1,5 @@
-"""Build of attnkit: the Python packages always, and the C++ extension attnkit._C where it compiles.
+"""Build of attnkit: the Python packages always, and the C++ extension attnkit._C where it compiles;
+attnkit._C_cuda beside it where there are a CUDA toolkit and a CUDA build of PyTorch.
 
 What is the same on every machine stands in pyproject.toml; here is what has to be found out:
 whether the extension can be built (and if not, why, for `attnkit info`), and how.
@@ -7,6 +8,7 @@ whether the extension can be built (and if not, why, for `attnkit info`), and ho
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -21,7 +23,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 BUILD_INFO = Path("attnkit", "_build_info.py")  # written here, read by `attnkit info`; not in git
-EXTENSION = "attnkit._C"
+EXTENSION, CUDA_EXTENSION = "attnkit._C", "attnkit._C_cuda"
 
 # The stable ABIs this is built for: one library serves every later torch and Python as well.
 TORCH_TARGET = "0x020b000000000000"  # 2.11
@@ -38,6 +40,9 @@ FLAGS = [
     "-Wno-psabi",
     f"-DTORCH_TARGET_VERSION={TORCH_TARGET}",
 ]
+# Machine code for these; PTX of the last one for what comes later.  TORCH_CUDA_ARCH_LIST, which
+# PyTorch's builds know, names others.
+CUDA_ARCHITECTURES = ("80", "90a", "100")
 
 
 def find_compiler() -> tuple[str | None, str]:
@@ -66,6 +71,43 @@ def obstacle() -> str:
     return ""
 
 
+def cuda_toolkit() -> Path | None:
+    """The folder of the CUDA toolkit; an `nvcc` on the PATH may be no more than a script."""
+    named = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    nvcc = shutil.which("nvcc")
+    found = [Path(nvcc).resolve().parents[1]] if nvcc else []
+    for folder in [*map(Path, named), *found, Path("/usr/local/cuda")]:
+        if (folder / "bin" / "nvcc").exists() and (folder / "include/cuda_runtime_api.h").exists():
+            return folder
+    return None
+
+
+def cuda_obstacle() -> str:
+    """Why the CUDA kernels are not to be built, as a sentence; "" when they are.
+
+    Whether this machine has a GPU is not asked: it may build for another one.
+    """
+    if os.environ.get("ATTNKIT_CUDA", "1") == "0":
+        return "ATTNKIT_CUDA=0 was set when attnkit was installed"
+    import torch
+
+    if torch.version.cuda is None:
+        return f"PyTorch {torch.__version__} is built without CUDA"
+    toolkit = cuda_toolkit()
+    if toolkit is None:
+        return "no CUDA toolkit was found (nvcc on the PATH, or CUDA_HOME)"
+    os.environ["CUDA_HOME"] = str(toolkit)  # before PyTorch looks for it by itself
+    nvcc = toolkit / "bin" / "nvcc"
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"release (\d+)", said)
+    if found is None or found[1] != torch.version.cuda.split(".")[0]:
+        return (
+            f"the CUDA toolkit in {toolkit} is {found[1] if found else 'unknown'}, and this "
+            f"PyTorch is built with CUDA {torch.version.cuda}"
+        )
+    return ""
+
+
 def say(sentence: str) -> None:
     print(f"attnkit: {sentence}", file=sys.stderr, flush=True)
 
@@ -83,6 +125,7 @@ def write_build_info(folder: Path, reason: str) -> None:
         "COMPILER": "",
         "TORCH": "",
         "FLAGS": "",
+        "CUDA_REASON": reason or cuda_obstacle(),
     }
     if not reason:
         import torch
@@ -117,10 +160,14 @@ class BuildNothing(build_ext):
     def run(self) -> None:
         say(f"installing without the C++ extension: {REASON}.")
         if self.inplace or self.editable_mode:
-            for old in (ROOT / "attnkit").glob("_C.*so"):
-                say(f"removing {old.name} of an earlier build.")
-                old.unlink()
+            remove_built("_C*.so")
             write_build_info(ROOT, REASON)
+
+
+def remove_built(pattern: str) -> None:
+    for old in (ROOT / "attnkit").glob(pattern):
+        say(f"removing {old.name} of an earlier build.")
+        old.unlink()
 
 
 def extension_arguments() -> dict:
@@ -131,7 +178,8 @@ def extension_arguments() -> dict:
     )
     os.environ["CXX"] = find_compiler()[0] or ""
     try:
-        from torch.utils.cpp_extension import BuildExtension, CppExtension
+        no_cuda = cuda_obstacle()
+        from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
     except ImportError as error:
         raise SystemExit(
             f"attnkit: the C++ extension needs torch to build, and it does not import ({error}). "
@@ -153,33 +201,52 @@ def extension_arguments() -> dict:
                     f"attnkit: compiling {EXTENSION} with {os.environ['CXX']!r} failed "
                     f"({type(error).__name__}: {error}). Its messages stand above. It has to know "
                     "C++20 (GCC 10, clang 12 or newer; CXX=... names another one); "
-                    "ATTNKIT_BUILD_EXT=0 installs without the extension."
+                    "ATTNKIT_BUILD_EXT=0 installs without the extension"
+                    f"{'' if no_cuda else ', ATTNKIT_CUDA=0 without the CUDA kernels'}."
                 ) from error
             if self.inplace or self.editable_mode:
+                if no_cuda:
+                    remove_built("_C_cuda*.so")
                 write_build_info(ROOT, "")
 
-    sources = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "csrc").rglob("*.cpp"))]
-    headers = [
-        path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "csrc").rglob("*.[hi]*"))
-    ]
+    headers = files("*.[hi]*")
     flags = [*FLAGS, "-g0"]  # Python's own flags often hold -g: a library ten times larger
     if "CFLAGS" in os.environ:  # whose -O and -g stand before these, and so would lose
         flags = [flag for flag in flags if flag not in ("-O3", "-g0")]
     if LIMITED_API:
         flags = [*flags, f"-DPy_LIMITED_API={PYTHON_TARGET}"]
-    extension = CppExtension(
-        EXTENSION,
-        sources,
-        depends=["setup.py", *headers],
-        extra_compile_args={"cxx": flags},
-        py_limited_api=LIMITED_API,
-    )
-    options = {"bdist_wheel": {"py_limited_api": PYTHON_TAG}} if LIMITED_API else {}
+    options = {"depends": ["setup.py", *headers], "py_limited_api": LIMITED_API}
+    sources = [name for name in files("*.cpp") if not name.startswith("csrc/cuda/")]
+    extensions = [CppExtension(EXTENSION, sources, extra_compile_args={"cxx": flags}, **options)]
+    if not no_cuda:
+        options["depends"] = [*options["depends"], *files("*.cuh")]
+        extensions.append(
+            CUDAExtension(
+                CUDA_EXTENSION,
+                ["csrc/cuda/operators.cpp", *files("*.cu")],
+                extra_compile_args={"cxx": [*flags, "-DUSE_CUDA"], "nvcc": nvcc_flags()},
+                **options,
+            )
+        )
     return {
-        "ext_modules": [extension],
+        "ext_modules": extensions,
         "cmdclass": {"build_py": BuildPy, "build_ext": BuildExtensions},
-        "options": options,
+        "options": {"bdist_wheel": {"py_limited_api": PYTHON_TAG}} if LIMITED_API else {},
     }
+
+
+def files(pattern: str) -> list[str]:
+    """Sources under csrc, relative to the root."""
+    return [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "csrc").rglob(pattern))]
+
+
+def nvcc_flags() -> list[str]:
+    flags = ["-O3", "-std=c++20", "-Xptxas=-v"]  # tests/cuda_budgets.py reads what that says
+    if "TORCH_CUDA_ARCH_LIST" in os.environ:
+        return flags  # PyTorch adds them
+    codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA_ARCHITECTURES]
+    last = CUDA_ARCHITECTURES[-1]
+    return [*flags, *codes, f"-gencode=arch=compute_{last},code=compute_{last}"]
 
 
 os.chdir(ROOT)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnkit import __version__, dispatch, functional, masks
-from attnkit.backends import cpu
+from attnkit.backends import cpu, cuda
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,6 +36,7 @@ RECIPES = {  # modules with SUMMARY, MODULES, Options and main(options, console)
 ENVIRONMENT = {
     "ATTNKIT_CPU_ISA": "forces an instruction set of the CPU kernels (names below)",
     "ATTNKIT_BUILD_EXT": "0, when installing: leaves the C++ extension out",
+    "ATTNKIT_CUDA": "0, when installing: leaves the CUDA kernels out",
 }
 
 
@@ -323,6 +324,8 @@ def run_info(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
         )
     else:
         print(f"  not built: {build_reason()}")
+    print("\nCUDA kernels")
+    print("  built" if cuda.BUILT else f"  not built: {build_reason('CUDA_REASON')}")
     print("\nenvironment variables")
     print_rows(
         [
@@ -333,13 +336,13 @@ def run_info(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
     return 0
 
 
-def build_reason() -> str:
-    """Why the extension is missing, as the build noted it."""
+def build_reason(name: str = "REASON") -> str:
+    """Why an extension is missing, as the build noted it."""
     if importlib.util.find_spec("attnkit._build_info") is None:
         return "nothing was built in this checkout (pip install . or make)"
     from attnkit import _build_info
 
-    return _build_info.REASON or "its file is gone; install attnkit again"
+    return getattr(_build_info, name, "") or "its file is gone; install attnkit again"
 
 
 def print_rows(rows: Sequence[tuple[str, str]]) -> None:

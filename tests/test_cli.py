@@ -159,7 +159,7 @@ def test_explain_of_a_forced_backend_that_refuses(monkeypatch, capsys):
         ("explain --query 1 8 64", "argument --query: expected 4 arguments"),
         ("explain --query 1 8 -4 64", "argument --query: -4, expected no negative size"),
         ("explain --dtype int8", "argument --dtype: invalid choice: 'int8'"),
-        ("explain --backend gpu", "argument --backend: 'gpu', expected one of cpu, reference"),
+        ("explain --backend gpu", "argument --backend: 'gpu', expected one of cpu, .*reference"),
         ("explain --kv-heads 3", "such a call is refused: .*3.*8"),
         ("explain --dropout 2", "such a call is refused: .*dropout.*2"),
     ],

@@ -212,7 +212,7 @@ READ = re.compile(r'(?:environ(?:\.get\(|\[)|getenv\()"(ATTNKIT_\w+)"')
 def test_the_readme_lists_every_environment_variable_and_there_are_few():
     sources = [ROOT / "setup.py"]
     for folder in ("attnkit", "kernels", "csrc"):
-        suffixes = {".py", ".cpp", ".h", ".inl"}
+        suffixes = {".py", ".cpp", ".h", ".inl", ".cu", ".cuh"}
         sources += [path for path in (ROOT / folder).rglob("*") if path.suffix in suffixes]
     read = {name for path in sources for name in READ.findall(path.read_text())}
     listed = set(re.findall(r"^\| `(ATTNKIT_\w+)`", (ROOT / "README.md").read_text(), re.M))

@@ -1,0 +1,185 @@
+"""The compiled CUDA kernels in csrc/cuda: queries over a cache, attention without a gradient."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from attnkit.spec import NO_CACHE, NO_ROTARY, AttentionSpec, CacheArgs, RotaryTables, TensorArgs
+
+BUILT = importlib.util.find_spec("attnkit._C_cuda") is not None
+DEVICE = "cuda"  # of the tensors that the operators take
+OPERATORS = torch.ops.attnkit
+# it links to torch's CUDA libraries, which a CPU build of torch does not have
+if BUILT and torch.version.cuda is not None:
+    import attnkit._C_cuda  # noqa: F401  (its import registers operators in torch.ops.attnkit)
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
+_HEAD_DIMS = frozenset(
+    ((64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128))
+)
+_UNIT = 16  # bytes that are read at once
+_MOST = 1 << 29  # slots of a sequence
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec) -> str | None:
+    """None, or why these kernels cannot serve the call."""
+    reason = _against(q, k, v, args, spec)
+    if reason is None and torch.is_grad_enabled():
+        tensors = (q, k, v, args.sinks)
+        if any(t is not None and t.requires_grad for t in tensors):
+            return "a gradient is wanted, and the CUDA kernels have no backward pass"
+    return reason
+
+
+def supports_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    args: TensorArgs,
+    spec: AttentionSpec,
+    cache: CacheArgs = NO_CACHE,
+) -> str | None:
+    """None, or why these kernels cannot serve the decoding step."""
+    reason = _against(q, k, v, args, spec)
+    if reason is None and not (_aligned(k) and _aligned(v)):
+        return (
+            "the cache's rows are not adjacent numbers that start at multiples of "
+            f"{_UNIT} bytes (strides {tuple(k.stride())} and {tuple(v.stride())})"
+        )
+    return reason
+
+
+def supports_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
+    """None, or why these kernels cannot write k and v into the cache."""
+    reason = _missing(k)
+    if reason is None and k.dtype not in _DTYPES:
+        return f"dtype {k.dtype} is not float32, bfloat16 or float16"
+    return reason
+
+
+def _missing(t: Tensor) -> str | None:
+    if not BUILT:
+        return "attnkit was installed without its CUDA extension (see `attnkit info`)"
+    if DEVICE == "cuda" and torch.version.cuda is None:
+        return "this PyTorch is built without CUDA"
+    if t.device.type != DEVICE:
+        return f"query is on {t.device}, not on {DEVICE}"
+    return None
+
+
+def _against(q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec) -> str | None:
+    reason = _missing(q)
+    if reason is not None:
+        return reason
+    if q.dtype not in _DTYPES:
+        return f"dtype {q.dtype} is not float32, bfloat16 or float16"
+    if k.dtype != q.dtype and k.dtype not in _EIGHT_BITS:
+        return f"keys are {k.dtype}, queries {q.dtype}"
+    dims = (q.shape[3], v.shape[3])
+    if dims not in _HEAD_DIMS:
+        known = ", ".join(f"{d}" if d == dv else f"{d}/{dv}" for d, dv in sorted(_HEAD_DIMS))
+        return f"head dims {dims[0]} and {dims[1]} are not among those with a kernel: {known}"
+    if args.bias is not None or args.blocks is not None:
+        return "a bias, a dense mask or blocks are given"
+    if args.q_segments is not None or args.cu_seqlens_q is not None:
+        return "segments or packed sequences are given"
+    if spec.dropout_p > 0:
+        return "dropout is on"
+    if k.shape[2] >= _MOST:
+        return f"{k.shape[2]} slots are more than 2^29"
+    return None
+
+
+def _aligned(t: Tensor) -> bool:
+    size = t.element_size()
+    if t.shape[3] > 1 and t.stride(3) != 1:
+        return False
+    starts = [s for s, n in zip(t.stride()[:3], t.shape[:3], strict=True) if n > 1]
+    return all(s * size % _UNIT == 0 for s in (*starts, t.storage_offset()))
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """out [B, Hq, Lq, Dv] and lse [B, Hq, Lq]; without a gradient."""
+    k, v = (t if _aligned(t) else t.clone(memory_format=torch.contiguous_format) for t in (k, v))
+    if args.lengths is not None:
+        args = args._replace(lengths=args.lengths.clamp(0, k.shape[2]))
+    return OPERATORS.cuda_forward(q, k, v, *args, *spec)  # type: ignore[no-any-return]
+
+
+def backward(*_: object) -> tuple[Tensor | None, ...]:
+    """There is none: `supports` refuses calls that want a gradient."""
+    raise NotImplementedError("the CUDA kernels have no backward pass")
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    args: TensorArgs,
+    spec: AttentionSpec,
+    cache: CacheArgs = NO_CACHE,
+    splits: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Attention of new queries over a cache k, v [N, Hkv, S, .] of args.lengths keys.
+
+    Args:
+        q, k, v, args, spec, cache: as every backend's.
+        splits: how many blocks share the keys of a row.  0: a function of each sequence's own
+            length, so that no bit depends on the rest of the batch; -1: as many as fill the
+            machine; or their number, up to 128.
+
+    Raises:
+        RuntimeError: what does not fit together.  Lengths beyond the capacity and rows that the
+            cache does not have end the kernel by a device-side assertion: nothing is read there.
+    """
+    return OPERATORS.cuda_decode(  # type: ignore[no-any-return]
+        q, k, v, *args, *spec, *cache, splits
+    )
+
+
+def append(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    cache: CacheArgs = NO_CACHE,
+    rotary: RotaryTables = NO_ROTARY,
+) -> None:
+    """Write k, v [B, Hkv, n, .] into the slots of the cache from lengths [B] on."""
+    _, table, index, *scales = cache
+    OPERATORS.cuda_append(k, v, k_cache, v_cache, *scales, lengths, table, index, *rotary)
+
+
+def _like(q: Tensor, last: int) -> Tensor:
+    """An empty [B, H, L, last] in the layout that the kernels give their output."""
+    b, h, n = q.shape[:3]
+    if h > 1 and n > 1 and q.stride(1) < q.stride(2):
+        return q.new_empty((b, n, h, last)).transpose(1, 2)
+    return q.new_empty((b, h, n, last))
+
+
+def _attention_fake(q, k, v, *rest):  # type: ignore[no-untyped-def]
+    return _like(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def register_fakes(namespace: str) -> torch.library.Library:
+    """Tell torch.compile of the operators; the registration lasts as long as what is returned."""
+    library = torch.library.Library(namespace, "IMPL")
+    for name in ("cuda_forward", "cuda_decode", "cuda_append"):
+        # gradients are recorded, or refused, above; PyTorch's own fallback would only cost time
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    for name in ("cuda_forward", "cuda_decode"):
+        torch.library.register_fake(f"{namespace}::{name}", _attention_fake, lib=library)
+    torch.library.register_fake(f"{namespace}::cuda_append", lambda *_: None, lib=library)
+    return library
+
+
+if BUILT and torch.version.cuda is not None:
+    _library = register_fakes("attnkit")

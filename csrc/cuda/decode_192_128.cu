@@ -1,0 +1,6 @@
+// Decoding with keys of 192 and values of 128 dimensions.
+#include "decode.cuh"
+
+namespace attnkit::cuda {
+template cudaError_t decode_dims<192, 128>(const DecodeParams&, cudaStream_t);
+}  // namespace attnkit::cuda
