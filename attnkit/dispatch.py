@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit.backends import cpu, reference
+from attnkit.backends import cpu, reference, triton
 from attnkit.spec import NO_CACHE, AttentionSpec, CacheArgs, TensorArgs
 
-BACKENDS: dict[str, ModuleType] = {"cpu": cpu, "reference": reference}
+BACKENDS: dict[str, ModuleType] = {"triton": triton, "cpu": cpu, "reference": reference}
 
 _forced: ContextVar[str | None] = ContextVar("attnkit_backend", default=None)
 _tracing = torch.compiler.is_dynamo_compiling
