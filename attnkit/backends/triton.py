@@ -45,8 +45,10 @@ def supports(q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionS
         return f"head dim {max(q.shape[3], v.shape[3])} is above {_LARGEST_DIM}"
     if q.shape[2] > _LONGEST or k.shape[2] > _LONGEST:
         return f"length {max(q.shape[2], k.shape[2])} is above 2^30"
-    if args.cu_seqlens_q is not None and (args.lengths is not None or args.blocks is not None):
-        return "packed sequences go without lengths and blocks"
+    if args.cu_seqlens_q is not None and not (
+        args.lengths is None and args.blocks is None and args.bias is None
+    ):
+        return "packed sequences go without lengths, blocks and a dense mask"
     return None
 
 
