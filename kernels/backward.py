@@ -2,27 +2,24 @@
 
     p_ij  = exp(s_ij - lse_i),   delta_i = dout_i . out_i - dlse_i
     ds_ij = p_ij (dropout(dout_i . v_j) - delta_i)
-    dv_j  = sum_i dropout(p_ij) dout_i,   dk_j = scale sum_i ds'_ij q_i,   dq_i = scale sum_j ds'_ij k_j
+    dv_j  = sum_i dropout(p_ij) dout_i
+    dk_j  = scale sum_i ds'_ij q_i,   dq_i = scale sum_j ds'_ij k_j
 
 where ds' is ds times the slope of softcap.  Every sum has one owner and one order, so results are
-the same bits in every run: a program per tile of keys for dk and dv, one per tile of queries for dq,
-one per tile of the bias for dbias (as FlashAttention-2, Dao 2023, in its deterministic form).
+the same bits in every run: a program per tile of keys for dk and dv, one per tile of queries for
+dq, one per tile of the bias for dbias (as FlashAttention-2, Dao 2023, in its deterministic form).
 
-As in the forward pass, a program that ends with NaN or infinity repeats its work with `dot_seen`.
+A product with weight 0 does not silence NaN and infinity.  A program that ends with one of them
+marks its tile, which a second kernel then computes again with `dot_seen`; it does nothing else.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-
-from attnkit.kernels import host
 from attnkit.kernels.parts import (
     INF,
     LOG2E,
-    Dense,
-    Rows,
     dot,
     dot_seen,
     find_sequence,
@@ -59,9 +56,8 @@ def _find(mask, sizes, MOST: tl.constexpr, BLOCK: tl.constexpr, OF_KEYS: tl.cons
         cu = mask.cu_k if OF_KEYS else mask.cu_q
         entry, tile = find_sequence(cu, mask.sequences, tile, BLOCK, MOST)
         real = entry < mask.sequences
-    elif mask.right is not None:
-        if not OF_KEYS:
-            tile = sizes.tiles - 1 - tile  # the longest rows first
+    elif mask.right is not None and not OF_KEYS:
+        tile = sizes.tiles - 1 - tile  # the longest rows first
     return entry, h, tile, real
 
 
@@ -82,7 +78,7 @@ def _row_sum(lse, q, k, mask, how, sinks, seq, h, kv, m0, D: tl.constexpr, BLOCK
     total = tl.zeros([BLOCK_M], tl.float32)
     if sinks is not None:
         total += tl.math.exp2((tl.load(sinks + h) - lse) * LOG2E)
-    lo, _, _, hi = key_span(mask, seq, m0, BLOCK_M, BLOCK_N)
+    lo, _full_lo, _full_hi, hi = key_span(mask, seq, m0, BLOCK_M, BLOCK_N)
     for n0 in tl.range(lo, hi, BLOCK_N):
         j = n0 + columns
         k_tile = load_tile(k, seq.k0 + n0, seq.nk - n0, k_head, columns, tl.arange(0, BLOCK_D), D,
@@ -158,20 +154,12 @@ def _load_rows(rows, seq, h, m0, other, BLOCK_M: tl.constexpr, EDGE: tl.constexp
 
 
 @triton.jit
-def _dkdv_step(dk, dv, k_tile, v_tile, q, dout, q_head, d_head, delta, pivot, low, mask, how,
-               dropout, seq, h, m0, n0, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-               BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-               WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, EDGE: tl.constexpr,
-               FOLD: tl.constexpr, CAREFUL: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
-    """Queries m0 to m0 + BLOCK_M of one head; scores are [BLOCK_N, BLOCK_M] here."""
-    rows = tl.arange(0, BLOCK_M)
-    i = m0 + rows[None, :]
+def _dkdv_weigh(k_tile, v_tile, q_tile, do, delta, pivot, low, mask, how, dropout, seq, h, m0, n0,
+                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WANT_DK: tl.constexpr,
+                EDGE: tl.constexpr, FOLD: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
+    """(weights, ds' where WANT_DK, seen) of one tile, each [BLOCK_N, BLOCK_M]."""
+    i = m0 + tl.arange(0, BLOCK_M)[None, :]
     j = n0 + tl.arange(0, BLOCK_N)[:, None]
-    left = seq.nq - m0
-    q_tile = load_tile(q, seq.q0 + m0, left, q_head, rows, tl.arange(0, BLOCK_D), D, EDGE,
-                       D != BLOCK_D)  # fmt: skip
-    do = load_tile(dout, seq.q0 + m0, left, d_head, rows, tl.arange(0, BLOCK_DV), DV, EDGE,
-                   DV != BLOCK_DV)  # fmt: skip
     row_pivot = _load_rows(pivot, seq, h, m0, INF, BLOCK_M, EDGE)[None, :]
     row_low = low
     if low is not None:
@@ -180,19 +168,15 @@ def _dkdv_step(dk, dv, k_tile, v_tile, q, dout, q_head, d_head, delta, pivot, lo
     x = dot(k_tile, tl.trans(q_tile), nothing, HOW)
     x, slope = score(x, how, seq, h, i, j, EDGE, FOLD)
     p = _weight(x, row_pivot, row_low, how, FOLD)
+    seen = nothing == 0.0
     if EDGE:
         seen = visible(mask, how.bias, seq, h, i, j)
         p = tl.where(seen, p, 0.0)
+    weight = p
     if dropout is not None:
         stays = tl.trans(kept(dropout, seq, h, m0, n0, BLOCK_M, BLOCK_N))
-    if WANT_DV:
-        weight = p
-        if dropout is not None:
-            weight = tl.where(stays, p, 0.0)
-        if CAREFUL:
-            dv = dot_seen(weight.to(do.dtype), do, dv, seen, HOW)
-        else:
-            dv = dot(weight.to(do.dtype), do, dv, HOW)
+        weight = tl.where(stays, p, 0.0)
+    ds = nothing
     if WANT_DK:
         dp = dot(v_tile, tl.trans(do), nothing, HOW)
         if dropout is not None:
@@ -202,10 +186,41 @@ def _dkdv_step(dk, dv, k_tile, v_tile, q, dout, q_head, d_head, delta, pivot, lo
             ds = ds * slope
         if EDGE:
             ds = tl.where(seen, ds, 0.0)
-        if CAREFUL:
-            dk = dot_seen(ds.to(q_tile.dtype), q_tile, dk, seen, HOW)
-        else:
-            dk = dot(ds.to(q_tile.dtype), q_tile, dk, HOW)
+    return weight, ds, seen
+
+
+@triton.jit
+def _load_queries(q, dout, q_head, d_head, seq, m0, D: tl.constexpr, DV: tl.constexpr,
+                  BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+                  EDGE: tl.constexpr):  # fmt: skip
+    """q and dout of queries m0 to m0 + BLOCK_M."""
+    rows = tl.arange(0, BLOCK_M)
+    left = seq.nq - m0
+    q_tile = load_tile(q, seq.q0 + m0, left, q_head, rows, tl.arange(0, BLOCK_D), D, EDGE,
+                       D != BLOCK_D)  # fmt: skip
+    do = load_tile(dout, seq.q0 + m0, left, d_head, rows, tl.arange(0, BLOCK_DV), DV, EDGE,
+                   DV != BLOCK_DV)  # fmt: skip
+    return q_tile, do
+
+
+@triton.jit
+def _dkdv_step(dk, dv, k_tile, v_tile, q, dout, q_head, d_head, delta, pivot, low, mask, how,
+               dropout, seq, h, m0, n0, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+               BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+               WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, EDGE: tl.constexpr,
+               FOLD: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
+    """Queries m0 to m0 + BLOCK_M of one head."""
+    q_tile, do = _load_queries(
+        q, dout, q_head, d_head, seq, m0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, EDGE
+    )
+    weight, ds, _seen = _dkdv_weigh(
+        k_tile, v_tile, q_tile, do, delta, pivot, low, mask, how, dropout, seq, h, m0, n0, BLOCK_M,
+        BLOCK_N, WANT_DK, EDGE, FOLD, HOW,
+    )  # fmt: skip
+    if WANT_DV:
+        dv = dot(weight.to(do.dtype), do, dv, HOW)
+    if WANT_DK:
+        dk = dot(ds.to(q_tile.dtype), q_tile, dk, HOW)
     return dk, dv
 
 
@@ -214,7 +229,7 @@ def _dkdv_pass(dk, dv, lo, hi, k_tile, v_tile, q, dout, q_head, d_head, delta, p
                how, dropout, seq, h, n0, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
                BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, EDGE: tl.constexpr,
-               FOLD: tl.constexpr, CAREFUL: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
+               FOLD: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
     """All queries from lo to hi."""
     for m0 in tl.range(lo, hi, BLOCK_M):
         m0 = tl.multiple_of(m0, BLOCK_M)
@@ -225,56 +240,37 @@ def _dkdv_pass(dk, dv, lo, hi, k_tile, v_tile, q, dout, q_head, d_head, delta, p
                 dk, dv = _dkdv_step(
                     dk, dv, k_tile, v_tile, q, dout, q_head, d_head, delta, pivot, low, mask, how,
                     dropout, seq, h, m0, n0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, WANT_DK,
-                    WANT_DV, EDGE, FOLD, CAREFUL, HOW,
+                    WANT_DV, EDGE, FOLD, HOW,
                 )  # fmt: skip
         else:
             dk, dv = _dkdv_step(
                 dk, dv, k_tile, v_tile, q, dout, q_head, d_head, delta, pivot, low, mask, how,
                 dropout, seq, h, m0, n0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, WANT_DK,
-                WANT_DV, EDGE, FOLD, CAREFUL, HOW,
+                WANT_DV, EDGE, FOLD, HOW,
             )  # fmt: skip
     return dk, dv
 
 
 @triton.jit
-def _dkdv_tile(k_tile, v_tile, q, dout, delta, pivot, low, mask, how, dropout, sizes, seq, kv, n0,
-               D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WANT_DK: tl.constexpr,
-               WANT_DV: tl.constexpr, FOLD: tl.constexpr, CAREFUL: tl.constexpr,
-               HOW: tl.constexpr):  # fmt: skip
-    """(dk, dv) of keys n0 to n0 + BLOCK_N, over all query heads of their group."""
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    lo, full_lo, full_hi, hi = query_span(mask, seq, n0, BLOCK_M, BLOCK_N)
-    for g in range(0, sizes.group):
-        h = kv * sizes.group + g
-        q_head = q.ptr + seq.entry.to(tl.int64) * q.batch + h.to(tl.int64) * q.head
-        d_head = dout.ptr + seq.entry.to(tl.int64) * dout.batch + h.to(tl.int64) * dout.head
-        # the loop without masks first: Triton 3.6 serialises its products otherwise
-        dk, dv = _dkdv_pass(
-            dk, dv, full_lo, full_hi, k_tile, v_tile, q, dout, q_head, d_head, delta, pivot, low,
-            mask, how, dropout, seq, h, n0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, WANT_DK,
-            WANT_DV, CAREFUL, FOLD, CAREFUL, HOW,
-        )  # fmt: skip
-        if mask.right is not None:
-            dk, dv = _dkdv_pass(
-                dk, dv, lo, full_lo, k_tile, v_tile, q, dout, q_head, d_head, delta, pivot, low,
-                mask, how, dropout, seq, h, n0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, WANT_DK,
-                WANT_DV, True, FOLD, CAREFUL, HOW,
-            )  # fmt: skip
-        dk, dv = _dkdv_pass(
-            dk, dv, full_hi, hi, k_tile, v_tile, q, dout, q_head, d_head, delta, pivot, low, mask,
-            how, dropout, seq, h, n0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, WANT_DK, WANT_DV,
-            True, FOLD, CAREFUL, HOW,
-        )  # fmt: skip
-    return dk, dv
+def _load_keys(k, v, seq, kv, n0, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+               BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """k and v of keys n0 to n0 + BLOCK_N."""
+    columns = tl.arange(0, BLOCK_N)
+    k_head = k.ptr + seq.entry.to(tl.int64) * k.batch + kv.to(tl.int64) * k.head
+    v_head = v.ptr + seq.entry.to(tl.int64) * v.batch + kv.to(tl.int64) * v.head
+    left = seq.nk - n0
+    k_tile = load_tile(k, seq.k0 + n0, left, k_head, columns, tl.arange(0, BLOCK_D), D, True,
+                       D != BLOCK_D)  # fmt: skip
+    v_tile = load_tile(v, seq.k0 + n0, left, v_head, columns, tl.arange(0, BLOCK_DV), DV, True,
+                       DV != BLOCK_DV)  # fmt: skip
+    return k_tile, v_tile
 
 
 @triton.jit
-def _store_tile(tile, array, seq_row, limit, entry, head, DIM: tl.constexpr, BLOCK: tl.constexpr,
+def _store_tile(tile, array, seq_row, limit, entry, head, c, DIM: tl.constexpr, BLOCK: tl.constexpr,
                 ROWS: tl.constexpr):  # fmt: skip
     rows = tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK)
+    columns = c + tl.arange(0, BLOCK)
     base = array.ptr + entry.to(tl.int64) * array.batch + head.to(tl.int64) * array.head
     at = base + (seq_row + rows).to(tl.int64)[:, None] * array.row + columns[None, :]
     there = (rows[:, None] < limit) & (columns[None, :] < DIM)
@@ -282,25 +278,28 @@ def _store_tile(tile, array, seq_row, limit, entry, head, DIM: tl.constexpr, BLO
 
 
 @triton.jit
-def _store_dkdv(dk, dv, dk_out, dv_out, how, dropout, seq, rows_left, kv, n0, D: tl.constexpr,
+def _store_dkdv(dk, dv, dk_out, dv_out, how, dropout, seq, rows_left, kv, n0, c, D: tl.constexpr,
                 DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                 BLOCK_N: tl.constexpr):  # fmt: skip
     if dk_out is not None:
-        _store_tile(dk * how.scale, dk_out, seq.k0 + n0, rows_left, seq.entry, kv, D, BLOCK_D,
-                    BLOCK_N)  # fmt: skip
+        _store_tile(dk * how.scale, dk_out, seq.k0 + n0, rows_left, seq.entry, kv, c, D,
+                    BLOCK_D, BLOCK_N)  # fmt: skip
     if dv_out is not None:
         if dropout is not None:
             dv = dv * dropout.grow
-        _store_tile(dv, dv_out, seq.k0 + n0, rows_left, seq.entry, kv, DV, BLOCK_DV, BLOCK_N)
+        _store_tile(dv, dv_out, seq.k0 + n0, rows_left, seq.entry, kv, c, DV, BLOCK_DV,
+                    BLOCK_N)  # fmt: skip
 
 
 @triton.jit
-def dkdv_kernel(q, k, v, dout, delta, pivot, low, dk_out, dv_out, mask, how, dropout, sizes,
-                kv_heads, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+def dkdv_kernel(q, k, v, dout, delta, pivot, low, spoilt, dk_out, dv_out, mask, how, dropout,
+                sizes, kv_heads, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
                 BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                FOLD: tl.constexpr, MASKED: tl.constexpr, MOST: tl.constexpr,
-                HOW: tl.constexpr):  # fmt: skip
-    """dk and dv, each None where not wanted.  One program per BLOCK_N keys of a head of keys."""
+                FOLD: tl.constexpr, MOST: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
+    """dk and dv, each None where not wanted.  One program per BLOCK_N keys of a head of keys.
+
+    spoilt: int32, one per program: whether it ended with NaN or infinity; None: nobody asks.
+    """
     entry, kv, tile, real = _find(mask, sizes, MOST, BLOCK_N, True, kv_heads)
     if real:
         seq = sequence(mask, sizes, entry)
@@ -308,33 +307,91 @@ def dkdv_kernel(q, k, v, dout, delta, pivot, low, dk_out, dv_out, mask, how, dro
         rows_left = sizes.lk - n0  # keys past `lengths` have a gradient, 0
         if mask.cu_k is not None:
             rows_left = tl.load(mask.cu_k + entry + 1) - seq.k0 - n0
-        columns = tl.arange(0, BLOCK_N)
-        k_head = k.ptr + seq.entry.to(tl.int64) * k.batch + kv.to(tl.int64) * k.head
-        v_head = v.ptr + seq.entry.to(tl.int64) * v.batch + kv.to(tl.int64) * v.head
-        left = seq.nk - n0
-        k_tile = load_tile(k, seq.k0 + n0, left, k_head, columns, tl.arange(0, BLOCK_D), D, True,
-                           D != BLOCK_D)  # fmt: skip
-        v_tile = load_tile(v, seq.k0 + n0, left, v_head, columns, tl.arange(0, BLOCK_DV), DV, True,
-                           DV != BLOCK_DV)  # fmt: skip
+        k_tile, v_tile = _load_keys(k, v, seq, kv, n0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N)
         want_dk: tl.constexpr = dk_out is not None
         want_dv: tl.constexpr = dv_out is not None
-        dk, dv = _dkdv_tile(
-            k_tile, v_tile, q, dout, delta, pivot, low, mask, how, dropout, sizes, seq, kv, n0, D,
-            DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, want_dk, want_dv, FOLD, False, HOW,
-        )  # fmt: skip
-        _store_dkdv(dk, dv, dk_out, dv_out, how, dropout, seq, rows_left, kv, n0, D, DV, BLOCK_D,
+        dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+        lo, full_lo, full_hi, hi = query_span(mask, seq, n0, BLOCK_M, BLOCK_N)
+        for g in range(sizes.group):
+            h = kv * sizes.group + g
+            q_head = q.ptr + seq.entry.to(tl.int64) * q.batch + h.to(tl.int64) * q.head
+            d_head = dout.ptr + seq.entry.to(tl.int64) * dout.batch + h.to(tl.int64) * dout.head
+            # the loop without masks first: Triton 3.6 serialises its products otherwise
+            dk, dv = _dkdv_pass(
+                dk, dv, full_lo, full_hi, k_tile, v_tile, q, dout, q_head, d_head, delta, pivot,
+                low, mask, how, dropout, seq, h, n0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+                want_dk, want_dv, False, FOLD, HOW,
+            )  # fmt: skip
+            if mask.right is not None:
+                dk, dv = _dkdv_pass(
+                    dk, dv, lo, full_lo, k_tile, v_tile, q, dout, q_head, d_head, delta, pivot, low,
+                    mask, how, dropout, seq, h, n0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+                    want_dk, want_dv, True, FOLD, HOW,
+                )  # fmt: skip
+            dk, dv = _dkdv_pass(
+                dk, dv, full_hi, hi, k_tile, v_tile, q, dout, q_head, d_head, delta, pivot, low,
+                mask, how, dropout, seq, h, n0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, want_dk,
+                want_dv, True, FOLD, HOW,
+            )  # fmt: skip
+        _store_dkdv(dk, dv, dk_out, dv_out, how, dropout, seq, rows_left, kv, n0, 0, D, DV, BLOCK_D,
                     BLOCK_DV, BLOCK_N)  # fmt: skip
-        if MASKED:
+        if spoilt is not None:
             wrong = tl.max(tl.where(tl.abs(dk) < INF, 0, 1), 1)
             wrong = wrong | tl.max(tl.where(tl.abs(dv) < INF, 0, 1), 1)
-            if tl.max(wrong, 0) > 0:
-                dk, dv = _dkdv_tile(
-                    k_tile, v_tile, q, dout, delta, pivot, low, mask, how, dropout, sizes, seq, kv,
-                    n0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, want_dk, want_dv, FOLD, True,
-                    HOW,
-                )  # fmt: skip
-                _store_dkdv(dk, dv, dk_out, dv_out, how, dropout, seq, rows_left, kv, n0, D, DV,
-                            BLOCK_D, BLOCK_DV, BLOCK_N)  # fmt: skip
+            tl.store(spoilt + tl.program_id(0), tl.max(wrong, 0))
+
+
+@triton.jit
+def dkdv_again_kernel(q, k, v, dout, delta, pivot, low, spoilt, dk_out, dv_out, mask, how, dropout,
+                      sizes, kv_heads, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+                      BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                      FOLD: tl.constexpr, MOST: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
+    """dk and dv of the tiles that are marked, with `dot_seen`, a few columns at a time."""
+    widest: tl.constexpr = BLOCK_D if BLOCK_D > BLOCK_DV else BLOCK_DV
+    width: tl.constexpr = 32 if widest > 32 else widest
+    entry, kv, tile, real = _find(mask, sizes, MOST, BLOCK_N, True, kv_heads)
+    if real & (tl.load(spoilt + tl.program_id(0), mask=real, other=0) != 0):
+        seq = sequence(mask, sizes, entry)
+        n0 = tile * BLOCK_N
+        rows_left = sizes.lk - n0
+        if mask.cu_k is not None:
+            rows_left = tl.load(mask.cu_k + entry + 1) - seq.k0 - n0
+        k_tile, v_tile = _load_keys(k, v, seq, kv, n0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N)
+        lo, full_lo, full_hi, hi = query_span(mask, seq, n0, BLOCK_M, BLOCK_N)
+        for c in range(0, widest, width):
+            columns = c + tl.arange(0, width)
+            dk = tl.zeros([BLOCK_N, width], tl.float32)
+            dv = tl.zeros([BLOCK_N, width], tl.float32)
+            for g in range(sizes.group):
+                h = kv * sizes.group + g
+                q_head = q.ptr + seq.entry.to(tl.int64) * q.batch + h.to(tl.int64) * q.head
+                d_head = dout.ptr + seq.entry.to(tl.int64) * dout.batch + h.to(tl.int64) * dout.head
+                for part in range(3):  # in the order of `dkdv_kernel`, for the same bits
+                    start = tl.where(part == 0, full_lo, tl.where(part == 1, lo, full_hi))
+                    end = tl.where(part == 0, full_hi, tl.where(part == 1, full_lo, hi))
+                    for m0 in tl.range(start, end, BLOCK_M, num_stages=1):
+                        if live(mask, seq, h, m0, n0, BLOCK_M, BLOCK_N):
+                            q_tile, do = _load_queries(q, dout, q_head, d_head, seq, m0, D, DV,
+                                                       BLOCK_D, BLOCK_DV, BLOCK_M,
+                                                       True)  # fmt: skip
+                            weight, ds, seen = _dkdv_weigh(
+                                k_tile, v_tile, q_tile, do, delta, pivot, low, mask, how, dropout,
+                                seq, h, m0, n0, BLOCK_M, BLOCK_N, dk_out is not None, True, FOLD,
+                                HOW,
+                            )  # fmt: skip
+                            rows = tl.arange(0, BLOCK_M)
+                            left = seq.nq - m0
+                            if dv_out is not None:
+                                do_part = load_tile(dout, seq.q0 + m0, left, d_head, rows, columns,
+                                                    DV, True, True)  # fmt: skip
+                                dv = dot_seen(weight.to(do_part.dtype), do_part, dv, seen, HOW)
+                            if dk_out is not None:
+                                q_part = load_tile(q, seq.q0 + m0, left, q_head, rows, columns, D,
+                                                   True, True)  # fmt: skip
+                                dk = dot_seen(ds.to(q_part.dtype), q_part, dk, seen, HOW)
+            _store_dkdv(dk, dv, dk_out, dv_out, how, dropout, seq, rows_left, kv, n0, c, D, DV,
+                        width, width, BLOCK_N)  # fmt: skip
 
 
 # ------------------------------------------------------------- queries and bias
@@ -344,34 +401,34 @@ def dkdv_kernel(q, k, v, dout, delta, pivot, low, dk_out, dv_out, mask, how, dro
 def _ds(q_tile, do, k_tile, v_tile, row_delta, row_pivot, row_low, mask, how, dropout, seq, h, m0,
         n0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, FOLD: tl.constexpr,
         HOW: tl.constexpr):  # fmt: skip
-    """(ds, slope of softcap, seen) of one tile [BLOCK_M, BLOCK_N]; seen is None without EDGE."""
+    """(ds, ds', seen) of one tile, each [BLOCK_M, BLOCK_N]."""
     i = m0 + tl.arange(0, BLOCK_M)[:, None]
     j = n0 + tl.arange(0, BLOCK_N)[None, :]
     nothing = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     x = dot(q_tile, tl.trans(k_tile), nothing, HOW)
     x, slope = score(x, how, seq, h, i, j, EDGE, FOLD)
-    low = row_low
-    if row_low is not None:
-        low = row_low[:, None]
-    p = _weight(x, row_pivot[:, None], low, how, FOLD)
+    p = _weight(x, row_pivot[:, None], row_low[:, None], how, FOLD)
     dp = dot(do, tl.trans(v_tile), nothing, HOW)
     if dropout is not None:
         stays = kept(dropout, seq, h, m0, n0, BLOCK_M, BLOCK_N)
         dp = tl.where(stays, dp * dropout.grow, 0.0)
     ds = p * (dp - row_delta[:, None])
-    seen = None
+    seen = nothing == 0.0
+    bent = ds
+    if how.softcap is not None:
+        bent = ds * slope
     if EDGE:
         seen = visible(mask, how.bias, seq, h, i, j)
         ds = tl.where(seen, ds, 0.0)
-    return ds, slope, seen
+        bent = tl.where(seen, bent, 0.0)
+    return ds, bent, seen
 
 
 @triton.jit
 def _dq_step(dq, q_tile, do, row_delta, row_pivot, row_low, k, v, k_head, v_head, mask, how,
              dropout, seq, h, m0, n0, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
              BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-             EDGE: tl.constexpr, FOLD: tl.constexpr, CAREFUL: tl.constexpr,
-             HOW: tl.constexpr):  # fmt: skip
+             EDGE: tl.constexpr, FOLD: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
     """Keys n0 to n0 + BLOCK_N."""
     columns = tl.arange(0, BLOCK_N)
     left = seq.nk - n0
@@ -379,14 +436,10 @@ def _dq_step(dq, q_tile, do, row_delta, row_pivot, row_low, k, v, k_head, v_head
                        D != BLOCK_D)  # fmt: skip
     v_tile = load_tile(v, seq.k0 + n0, left, v_head, columns, tl.arange(0, BLOCK_DV), DV, EDGE,
                        DV != BLOCK_DV)  # fmt: skip
-    ds, slope, seen = _ds(q_tile, do, k_tile, v_tile, row_delta, row_pivot, row_low, mask, how,
-                          dropout, seq, h, m0, n0, BLOCK_M, BLOCK_N, EDGE, FOLD, HOW)  # fmt: skip
-    if how.softcap is not None:
-        ds = ds * slope
-        if EDGE:
-            ds = tl.where(seen, ds, 0.0)  # the slope at a hidden NaN is NaN
-    if CAREFUL:
-        return dot_seen(ds.to(k_tile.dtype), k_tile, dq, seen, HOW)
+    _plain, ds, _seen = _ds(
+        q_tile, do, k_tile, v_tile, row_delta, row_pivot, row_low, mask, how, dropout, seq, h, m0,
+        n0, BLOCK_M, BLOCK_N, EDGE, FOLD, HOW,
+    )  # fmt: skip
     return dot(ds.to(k_tile.dtype), k_tile, dq, HOW)
 
 
@@ -394,8 +447,7 @@ def _dq_step(dq, q_tile, do, row_delta, row_pivot, row_low, k, v, k_head, v_head
 def _dq_pass(dq, lo, hi, q_tile, do, row_delta, row_pivot, row_low, k, v, k_head, v_head, mask, how,
              dropout, seq, h, m0, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
              BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-             EDGE: tl.constexpr, FOLD: tl.constexpr, CAREFUL: tl.constexpr,
-             HOW: tl.constexpr):  # fmt: skip
+             EDGE: tl.constexpr, FOLD: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
     """All keys from lo to hi."""
     for n0 in tl.range(lo, hi, BLOCK_N):
         n0 = tl.multiple_of(n0, BLOCK_N)
@@ -406,23 +458,34 @@ def _dq_pass(dq, lo, hi, q_tile, do, row_delta, row_pivot, row_low, k, v, k_head
                 dq = _dq_step(
                     dq, q_tile, do, row_delta, row_pivot, row_low, k, v, k_head, v_head, mask, how,
                     dropout, seq, h, m0, n0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, EDGE, FOLD,
-                    CAREFUL, HOW,
+                    HOW,
                 )  # fmt: skip
         else:
             dq = _dq_step(
                 dq, q_tile, do, row_delta, row_pivot, row_low, k, v, k_head, v_head, mask, how,
                 dropout, seq, h, m0, n0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, EDGE, FOLD,
-                CAREFUL, HOW,
+                HOW,
             )  # fmt: skip
     return dq
 
 
 @triton.jit
-def dq_kernel(q, k, v, dout, delta, pivot, low, dq_out, mask, how, dropout, sizes,
+def _load_all_rows(delta, pivot, low, seq, h, m0, BLOCK_M: tl.constexpr):
+    """What is known of queries m0 to m0 + BLOCK_M; low stays None where it is."""
+    row_delta = _load_rows(delta, seq, h, m0, 0.0, BLOCK_M, True)
+    row_pivot = _load_rows(pivot, seq, h, m0, INF, BLOCK_M, True)
+    row_low = tl.zeros([BLOCK_M], tl.float32)
+    if low is not None:
+        row_low = _load_rows(low, seq, h, m0, 0.0, BLOCK_M, True)
+    return row_delta, row_pivot, row_low
+
+
+@triton.jit
+def dq_kernel(q, k, v, dout, delta, pivot, low, spoilt, dq_out, mask, how, dropout, sizes,
               D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr,
-              MASKED: tl.constexpr, MOST: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
-    """dq.  One program per BLOCK_M queries of a head."""
+              MOST: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
+    """dq.  One program per BLOCK_M queries of a head; spoilt as in `dkdv_kernel`."""
     entry, h, tile, real = _find(mask, sizes, MOST, BLOCK_M, False, sizes.q_heads)
     if real:
         seq = sequence(mask, sizes, entry)
@@ -438,41 +501,65 @@ def dq_kernel(q, k, v, dout, delta, pivot, low, dq_out, mask, how, dropout, size
                            D != BLOCK_D)  # fmt: skip
         do = load_tile(dout, seq.q0 + m0, left, d_head, rows, tl.arange(0, BLOCK_DV), DV, True,
                        DV != BLOCK_DV)  # fmt: skip
-        row_delta = _load_rows(delta, seq, h, m0, 0.0, BLOCK_M, True)
-        row_pivot = _load_rows(pivot, seq, h, m0, INF, BLOCK_M, True)
-        row_low = low
-        if low is not None:
-            row_low = _load_rows(low, seq, h, m0, 0.0, BLOCK_M, True)
+        row_delta, row_pivot, row_low = _load_all_rows(delta, pivot, low, seq, h, m0, BLOCK_M)
         lo, full_lo, full_hi, hi = key_span(mask, seq, m0, BLOCK_M, BLOCK_N)
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         if (mask.left is not None) or (mask.keep is not None):
             dq = _dq_pass(
                 dq, lo, full_lo, q_tile, do, row_delta, row_pivot, row_low, k, v, k_head, v_head,
                 mask, how, dropout, seq, h, m0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, True,
-                FOLD, False, HOW,
+                FOLD, HOW,
             )  # fmt: skip
         dq = _dq_pass(
             dq, full_lo, full_hi, q_tile, do, row_delta, row_pivot, row_low, k, v, k_head, v_head,
             mask, how, dropout, seq, h, m0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False, FOLD,
-            False, HOW,
+            HOW,
         )  # fmt: skip
         dq = _dq_pass(
             dq, full_hi, hi, q_tile, do, row_delta, row_pivot, row_low, k, v, k_head, v_head, mask,
-            how, dropout, seq, h, m0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, True, FOLD, False,
-            HOW,
+            how, dropout, seq, h, m0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, True, FOLD, HOW,
         )  # fmt: skip
-        _store_tile(dq * how.scale, dq_out, seq.q0 + m0, left, seq.entry, h, D, BLOCK_D, BLOCK_M)
-        if MASKED:
+        _store_tile(dq * how.scale, dq_out, seq.q0 + m0, left, seq.entry, h, 0, D, BLOCK_D,
+                    BLOCK_M)  # fmt: skip
+        if spoilt is not None:
             wrong = tl.max(tl.where(tl.abs(dq) < INF, 0, 1), 1)
-            if tl.max(wrong, 0) > 0:
-                dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-                dq = _dq_pass(
-                    dq, lo, hi, q_tile, do, row_delta, row_pivot, row_low, k, v, k_head, v_head,
-                    mask, how, dropout, seq, h, m0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
-                    True, FOLD, True, HOW,
-                )  # fmt: skip
-                _store_tile(dq * how.scale, dq_out, seq.q0 + m0, left, seq.entry, h, D, BLOCK_D,
-                            BLOCK_M)  # fmt: skip
+            tl.store(spoilt + tl.program_id(0), tl.max(wrong, 0))
+
+
+@triton.jit
+def dq_again_kernel(q, k, v, dout, delta, pivot, low, spoilt, dq_out, mask, how, dropout, sizes,
+                    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+                    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                    FOLD: tl.constexpr, MOST: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
+    """dq of the tiles that are marked, with `dot_seen`, a few columns at a time."""
+    width: tl.constexpr = 32 if BLOCK_D > 32 else BLOCK_D
+    entry, h, tile, real = _find(mask, sizes, MOST, BLOCK_M, False, sizes.q_heads)
+    if real & (tl.load(spoilt + tl.program_id(0), mask=real, other=0) != 0):
+        seq = sequence(mask, sizes, entry)
+        m0 = tile * BLOCK_M
+        kv = h // sizes.group
+        q_head = q.ptr + seq.entry.to(tl.int64) * q.batch + h.to(tl.int64) * q.head
+        d_head = dout.ptr + seq.entry.to(tl.int64) * dout.batch + h.to(tl.int64) * dout.head
+        k_head = k.ptr + seq.entry.to(tl.int64) * k.batch + kv.to(tl.int64) * k.head
+        q_tile, do = _load_queries(
+            q, dout, q_head, d_head, seq, m0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, True
+        )
+        row_delta, row_pivot, row_low = _load_all_rows(delta, pivot, low, seq, h, m0, BLOCK_M)
+        lo, _full_lo, _full_hi, hi = key_span(mask, seq, m0, BLOCK_M, BLOCK_N)
+        for c in range(0, BLOCK_D, width):
+            dq = tl.zeros([BLOCK_M, width], tl.float32)
+            for n0 in tl.range(lo, hi, BLOCK_N, num_stages=1):
+                if live(mask, seq, h, m0, n0, BLOCK_M, BLOCK_N):
+                    k_tile, v_tile = _load_keys(k, v, seq, kv, n0, D, DV, BLOCK_D, BLOCK_DV,
+                                                BLOCK_N)  # fmt: skip
+                    _plain, ds, seen = _ds(q_tile, do, k_tile, v_tile, row_delta, row_pivot,
+                                           row_low, mask, how, dropout, seq, h, m0, n0, BLOCK_M,
+                                           BLOCK_N, True, FOLD, HOW)  # fmt: skip
+                    k_part = load_tile(k, seq.k0 + n0, seq.nk - n0, k_head, tl.arange(0, BLOCK_N),
+                                       c + tl.arange(0, width), D, True, True)  # fmt: skip
+                    dq = dot_seen(ds.to(k_part.dtype), k_part, dq, seen, HOW)
+            _store_tile(dq * how.scale, dq_out, seq.q0 + m0, seq.nq - m0, seq.entry, h, c, D, width,
+                        BLOCK_M)  # fmt: skip
 
 
 @triton.jit
@@ -495,10 +582,10 @@ def dbias_kernel(q, k, v, dout, delta, pivot, low, part, mask, how, dropout, siz
     rows = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for b in range(0, steps_b):
+    for b in range(steps_b):
         seq = sequence(mask, sizes, batch + b)
-        lo, _, _, hi = key_span(mask, seq, m0, BLOCK_M, BLOCK_N)
-        for g in range(0, steps_h):
+        lo, _full_lo, _full_hi, hi = key_span(mask, seq, m0, BLOCK_M, BLOCK_N)
+        for g in range(steps_h):
             h = head + g
             kv = h // sizes.group
             if (n0 >= lo) & (n0 < hi) & live(mask, seq, h, m0, n0, BLOCK_M, BLOCK_N):
@@ -515,12 +602,13 @@ def dbias_kernel(q, k, v, dout, delta, pivot, low, part, mask, how, dropout, siz
                 k_tile = load_tile(k, n0, left, k_head, columns, across, D, True, D != BLOCK_D)
                 v_tile = load_tile(v, n0, left, v_head, columns, across_v, DV, True,
                                    DV != BLOCK_DV)  # fmt: skip
-                row_delta = _load_rows(delta, seq, h, m0, 0.0, BLOCK_M, True)
-                row_pivot = _load_rows(pivot, seq, h, m0, INF, BLOCK_M, True)
-                row_low = _load_rows(low, seq, h, m0, 0.0, BLOCK_M, True)
-                ds, _, _ = _ds(q_tile, do, k_tile, v_tile, row_delta, row_pivot, row_low, mask, how,
-                               dropout, seq, h, m0, n0, BLOCK_M, BLOCK_N, True, FOLD,
-                               HOW)  # fmt: skip
+                row_delta, row_pivot, row_low = _load_all_rows(
+                    delta, pivot, low, seq, h, m0, BLOCK_M
+                )
+                ds, _bent, _seen = _ds(
+                    q_tile, do, k_tile, v_tile, row_delta, row_pivot, row_low, mask, how, dropout,
+                    seq, h, m0, n0, BLOCK_M, BLOCK_N, True, FOLD, HOW,
+                )  # fmt: skip
                 total += ds
     base = part.ptr + batch.to(tl.int64) * part.batch + head.to(tl.int64) * part.head
     i = m0 + rows
@@ -537,116 +625,3 @@ def dbias_kernel(q, k, v, dout, delta, pivot, low, part, mask, how, dropout, siz
     else:
         at = base + i.to(tl.int64)[:, None] * part.row + j[None, :] * part.column
         tl.store(at, total, mask=(i[:, None] < sizes.lq) & (j[None, :] < sizes.lk))
-
-
-# ------------------------------------------------------------- the host's side
-
-
-def backward(dout, dlse, q, k, v, out, lse, args, spec, needs):
-    """(dq, dk, dv, dbias, dsinks): gradients in the dtype of their tensors, empty if not needed.
-
-    dbias has size 1 where the bias was broadcast (stride 0); dsinks is float32 [Hq].
-    """
-    want_dq, want_dk, want_dv, want_dbias, want_dsinks = needs
-    call = host.Call(q, k, v, args, spec)
-    none = [q.new_empty(0) for _ in range(5)]
-    if not any(needs):
-        return tuple(none)
-    dq = host.empty_like(q, q.shape[3]) if want_dq else None
-    dk = host.empty_like(k, k.shape[3]) if want_dk else None
-    dv = host.empty_like(v, v.shape[3]) if want_dv else None
-    if args.cu_seqlens_q is not None:  # rows may belong to no sequence
-        for t in (dq, dk, dv):
-            if t is not None:
-                t.zero_()
-    delta, pivot, low = _rows(call, dout, dlse, out, lse)
-    common = {
-        "q": call.q,
-        "k": call.k,
-        "v": call.v,
-        "dout": host.array(host.laid_out(dout)),
-        "delta": _wrapped(delta),
-        "pivot": _wrapped(pivot),
-        "low": None if low is None else _wrapped(low),
-        "mask": call.mask,
-        "how": call.score,
-        "dropout": call.dropout,
-        "FOLD": call.fold,
-    }
-    if dk is not None or dv is not None:
-        _dkdv(call, common, dk, dv)
-    if dq is not None and dq.numel():
-        config = call.config("dq")
-        tiles, grid = call.query_grid(config.block_m)
-        dq_kernel[grid](
-            **common, dq_out=host.array(dq), sizes=call.sizes(tiles), MASKED=call.masked,
-            **call.constants(config), **config.options(),
-        )  # fmt: skip
-    dbias = _dbias(call, common) if want_dbias else None
-    dsinks = _dsinks(args.sinks, lse, delta, pivot) if want_dsinks else None
-    found = (dq, dk, dv, dbias, dsinks)
-    return tuple(n if t is None else t for t, n in zip(found, none, strict=True))
-
-
-def _wrapped(t: torch.Tensor) -> Rows:
-    return Rows(t, t.shape[1], t.shape[2])
-
-
-def _rows(call, dout, dlse, out, lse):
-    """delta, pivot and low (None without a float bias) of each query."""
-    delta, pivot = torch.zeros_like(lse), torch.full_like(lse, float("inf"))
-    low = torch.zeros_like(lse) if call.float_bias else None
-    if lse.numel() == 0:
-        return delta, pivot, low
-    config = call.config("dq")
-    tiles, grid = call.query_grid(config.block_m)
-    rows_kernel[grid](
-        q=call.q, k=call.k, out=host.array(host.laid_out(out)),
-        dout=host.array(host.laid_out(dout)), lse=_wrapped(lse.contiguous()),
-        dlse=None if dlse is None else _wrapped(dlse.contiguous()), delta=_wrapped(delta),
-        pivot=_wrapped(pivot), low=None if low is None else _wrapped(low), sinks=call.args.sinks,
-        mask=call.mask, how=call.score, sizes=call.sizes(tiles), FOLD=call.fold,
-        **call.constants(config), **config.options(),
-    )  # fmt: skip
-    return delta, pivot, low
-
-
-def _dkdv(call, common, dk, dv) -> None:
-    some = [t for t in (dk, dv) if t is not None and t.numel()]
-    if not some:
-        return
-    config = call.config("dkdv")
-    tiles, grid = call.key_grid(config.block_n)
-    dkdv_kernel[grid](
-        **common, dk_out=None if dk is None else host.array(dk),
-        dv_out=None if dv is None else host.array(dv), sizes=call.sizes(tiles),
-        kv_heads=call.kv_heads, MASKED=call.masked, **call.constants(config), **config.options(),
-    )  # fmt: skip
-
-
-def _dbias(call, common) -> torch.Tensor:
-    bias = call.args.bias
-    one = [bias.stride(d) == 0 or bias.shape[d] == 1 for d in range(4)]
-    final = [1 if bias.stride(d) == 0 else bias.shape[d] for d in range(4)]
-    if 0 in bias.shape:
-        return bias.new_zeros(final)
-    config = call.config("dq")
-    tiles_m = triton.cdiv(call.lq, config.block_m)
-    tiles_n = triton.cdiv(call.lk, config.block_n)
-    batches, heads = (1 if one[d] else bias.shape[d] for d in range(2))
-    rows, columns = tiles_m if one[2] else call.lq, tiles_n if one[3] else call.lk
-    part = bias.new_empty((batches, heads, rows, columns), dtype=torch.float32)
-    constants = call.constants(config)
-    del constants["MOST"]
-    dbias_kernel[(tiles_m * tiles_n * heads * batches,)](
-        **common, part=Dense(part, *part.stride()), sizes=call.sizes(tiles_m), batches=batches,
-        heads=heads, steps_b=call.batch if one[0] else 1, steps_h=call.q_heads if one[1] else 1,
-        tiles_n=tiles_n, SUM_Q=one[2], SUM_K=one[3], **constants, **config.options(),
-    )  # fmt: skip
-    return part.sum_to_size(final).to(bias.dtype)
-
-
-def _dsinks(sinks, lse, delta, pivot) -> torch.Tensor:
-    """Minus the sum of p_sink * delta: a sink has a weight but no value."""
-    weight = torch.exp(sinks[:, None] - pivot)
-    return -(weight * delta).sum((0, 2))

@@ -5,14 +5,13 @@ maximum and sum of Milakov and Gimelshein (Online normalizer calculation for sof
 FlashAttention-2 (Dao, 2023).  Tiles that all its queries see in full are a loop without masks.
 
 A product with weight 0 does not silence NaN and infinity, so a program that ends with one of them
-goes over its keys again with arithmetic that does (`dot_seen`), which costs the common case nothing.
+goes over its keys again with arithmetic that does (`dot_seen`): the common case pays nothing.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
 from attnkit.kernels import host
 from attnkit.kernels.parts import (
     INF,
@@ -84,7 +83,8 @@ def _pass(acc, total, top, lo, hi, q, k_head, v_head, k, v, k_desc, v_desc, mask
           BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr,
           FOLD: tl.constexpr, CAREFUL: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
     """All keys from lo to hi."""
-    for n0 in tl.range(lo, hi, BLOCK_N):
+    stages: tl.constexpr = 1 if CAREFUL else None  # a rare pass takes no buffers from the others
+    for n0 in tl.range(lo, hi, BLOCK_N, num_stages=stages):
         n0 = tl.multiple_of(n0, BLOCK_N)
         if EDGE and (
             (mask.keep is not None) or (mask.q_segments is not None) or (mask.blocks is not None)

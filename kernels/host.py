@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import triton
-
 from attnkit.kernels import launch
 from attnkit.kernels.launch import INTERPRETED, Config
 from attnkit.kernels.parts import (
@@ -20,6 +19,7 @@ from attnkit.kernels.parts import (
     Sizes,
     keep_range_kernel,
 )
+
 from attnkit.spec import AttentionSpec, TensorArgs
 
 _FAR = 1 << 30  # a band beyond every length
@@ -28,7 +28,7 @@ _WIDEST_ROW = 1 << 23  # rows further apart are copied: a tile's offsets are 32-
 
 def laid_out(t: torch.Tensor) -> torch.Tensor:
     """`t`, copied where its strides are not what kernels take."""
-    if t.shape[-1] > 1 and t.stride(-1) != 1 or t.stride(-2) >= _WIDEST_ROW:
+    if (t.shape[-1] > 1 and t.stride(-1) != 1) or t.stride(-2) >= _WIDEST_ROW:
         return t.contiguous()
     return t
 

@@ -214,11 +214,7 @@ def key_span(mask, seq, m0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     lo = tl.maximum(lo, 0) // BLOCK_N * BLOCK_N
     if mask.keep is not None:
         full_hi = tl.where(seq.solid != 0, full_hi, 0)
-    if (
-        (mask.q_segments is not None)
-        or (mask.blocks is not None)
-        or (mask.dense is not None)
-    ):
+    if (mask.q_segments is not None) or (mask.blocks is not None) or (mask.dense is not None):
         full_hi = full_lo * 0
     # without full tiles all of it is one stretch, [lo, hi)
     some = full_hi > full_lo
@@ -247,11 +243,7 @@ def query_span(mask, seq, n0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
         whole = whole & (n0 >= seq.first) & (seq.solid != 0)
         hi = tl.where(n0 + BLOCK_N <= seq.first, 0, hi)
     hi = tl.where(n0 < seq.nk, hi, 0)
-    if (
-        (mask.q_segments is not None)
-        or (mask.blocks is not None)
-        or (mask.dense is not None)
-    ):
+    if (mask.q_segments is not None) or (mask.blocks is not None) or (mask.dense is not None):
         whole = n0 < 0
     some = whole & (full_hi > full_lo)
     full_lo = tl.where(some, full_lo, lo)
@@ -352,7 +344,7 @@ def tanh(x):
 def score(x, how, seq, h, i, j, EDGE: tl.constexpr, FOLD: tl.constexpr):
     """(score, slope of softcap there or 1) of x = q . k.
 
-    FOLD: the score is x itself, and its unit `scale`; for calls whose score is scale * x, scale > 0.
+    FOLD: the score is x itself, in units of `scale`; for calls whose score is scale * x, scale > 0.
     """
     slope = 1.0
     if not FOLD:
@@ -421,7 +413,8 @@ def load_tile(a, seq_row, row_limit, head_base, rows, columns, WIDTH: tl.constex
     """
     entry = head_base + seq_row.to(tl.int64) * a.row + rows[:, None] * a.row + columns[None, :]
     if EDGE and PADDED:
-        return tl.load(entry, mask=(rows[:, None] < row_limit) & (columns[None, :] < WIDTH), other=0.0)
+        there = (rows[:, None] < row_limit) & (columns[None, :] < WIDTH)
+        return tl.load(entry, mask=there, other=0.0)
     if EDGE:
         return tl.load(entry, mask=rows[:, None] < row_limit, other=0.0)
     if PADDED:

@@ -150,7 +150,7 @@ def _backward(
     lse: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    from attnkit.kernels.backward import backward as launch
+    from attnkit.kernels.backward_launch import backward as launch
 
     args = TensorArgs(*rest[:_N_ARGS])
     spec = AttentionSpec(*rest[_N_ARGS : _N_ARGS + _N_SPEC])
