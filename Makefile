@@ -45,6 +45,7 @@ demo: ready-demo
 
 test: ready-test
 	@$(BIN)/pytest -q $(ARGS)
+	@test -n '$(ARGS)' || TRITON_INTERPRET=1 $(BIN)/pytest -q -m 'not slow' tests/test_triton.py
 
 bench: ready-test
 	@$(BIN)/pytest bench -q --benchmark-only $(ARGS)
