@@ -118,8 +118,8 @@ class Call:
             blocks = blocks.view(torch.uint8) if blocks.stride(3) == 1 else blocks.byte()
         cu_q = a.cu_seqlens_q
         return Mask(
-            left=None if spec.left is None else _clamped(spec.left),
-            right=None if spec.right is None else _clamped(spec.right),
+            left=None if spec.left is None else clamped(spec.left),
+            right=None if spec.right is None else clamped(spec.right),
             bottom_right=1 if spec.bottom_right else None,
             lengths=a.lengths,
             keep=keep,
@@ -235,7 +235,8 @@ class Call:
         return self.origin.new_empty(self.origin.shape[:3], dtype=torch.float32)
 
 
-def _clamped(n: int) -> int:
+def clamped(n: int) -> int:
+    """A limit of the band as a 32-bit number."""
     return max(-_FAR, min(n, _FAR))
 
 

@@ -110,3 +110,8 @@ def choose(kernel: str, family: str, block_d: int, width: int) -> Config:
         if block_d <= most:
             return config
     raise ValueError(f"head dim {block_d} is above 512")
+
+
+def decode_block(block_d: int, width: int) -> int:
+    """Keys of one step of decoding, for a padded head dim and a dtype of `width` bytes."""
+    return max(16, min(64, 16384 // (block_d * width)))

@@ -1,4 +1,4 @@
-"""The Triton kernels in kernels/: forward and backward for GPUs.
+"""The Triton kernels in kernels/: forward, backward and decoding for GPUs.
 
 CPU tensors are served under Triton's interpreter, where TRITON_INTERPRET=1 was set before the
 import: that is how the kernels are tested on machines without a GPU.
@@ -61,12 +61,23 @@ def supports_decode(
     cache: CacheArgs = NO_CACHE,
 ) -> str | None:
     """None, or why these kernels cannot serve the decoding step."""
-    return "there is no Triton kernel for decoding yet"
+    if args.lengths is None or args.cu_seqlens_q is not None:
+        return "decoding takes lengths, and no packed sequences"
+    if spec.dropout_p > 0 or args.bias is not None:
+        return "decoding goes without dropout and a dense mask"
+    located = cache.block_table is not None or cache.batch_index is not None
+    if (located or cache.k_scale is not None) and not _readable(k, v):
+        return "a paged or quantised cache is not contiguous in its last dimension"
+    return supports(q, k, v, args, spec)
 
 
 def supports_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
     """None, or why these kernels cannot write k and v into the cache."""
     return "there is no Triton kernel that writes into a cache: PyTorch's own indexing does it"
+
+
+def _readable(*tensors: Tensor) -> bool:
+    return all(t.stride(-1) == 1 or t.shape[-1] <= 1 for t in tensors)
 
 
 @lru_cache(maxsize=64)
@@ -118,8 +129,9 @@ def decode(
     spec: AttentionSpec,
     cache: CacheArgs = NO_CACHE,
 ) -> tuple[Tensor, Tensor]:
-    """Refused by supports_decode."""
-    raise NotImplementedError(supports_decode(q, k, v, args, spec, cache))
+    """Attention of new queries over a cache k, v [N, Hkv, S, .] of args.lengths keys."""
+    call = torch.ops.attnkit.triton_decode.default if _tracing() else _decode
+    return call(q, k, v, *args, *spec, *cache)  # type: ignore[no-any-return]
 
 
 def append(*arguments: Any) -> None:
@@ -155,6 +167,14 @@ def _backward(
     args = TensorArgs(*rest[:_N_ARGS])
     spec = AttentionSpec(*rest[_N_ARGS : _N_ARGS + _N_SPEC])
     return launch(dout, dlse, q, k, v, out, lse, args, spec, rest[_N_ARGS + _N_SPEC :])
+
+
+def _decode(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    from attnkit.kernels.decode import decode as launch
+
+    args = TensorArgs(*rest[:_N_ARGS])
+    spec = AttentionSpec(*rest[_N_ARGS : _N_ARGS + _N_SPEC])
+    return launch(q, k, v, args, spec, CacheArgs(*rest[_N_ARGS + _N_SPEC :]))
 
 
 def _like(q: Tensor, last: int) -> Tensor:
@@ -209,11 +229,15 @@ _SCHEMAS = {
     "triton_backward": "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
     f"Tensor lse, {_ARGUMENTS}, bool want_dq, bool want_dk, bool want_dv, bool want_dbias, "
     "bool want_dsinks) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
+    "triton_decode": f"(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}, Tensor? starts=None, "
+    "Tensor? block_table=None, Tensor? batch_index=None, Tensor? k_scale=None, "
+    "Tensor? v_scale=None) -> (Tensor out, Tensor lse)",
 }
 _library = torch.library.Library("attnkit", "FRAGMENT")
 for _name, _run, _fake in (
     ("triton_forward", _forward, _fake_forward),
     ("triton_backward", _backward, _fake_backward),
+    ("triton_decode", _decode, _fake_forward),
 ):
     _library.define(_name + _SCHEMAS[_name])
     _library.impl(_name, _run, "CPU" if INTERPRETED else "CUDA")
