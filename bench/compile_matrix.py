@@ -62,7 +62,9 @@ class Build(NamedTuple):
             return self.config
         major = None if self.arch == 942 else (self.arch // 10, self.arch % 10)
         family = launch.family(major)
-        found = launch.choose(self.kernel, family, self.dim, NAMES[self.dtype])
+        biased = self.kernel == "forward" and "bias" in self.features
+        name = "forward bias" if biased else self.kernel
+        found = launch.choose(name, family, self.dim, NAMES[self.dtype])
         if self.kernel != "forward" or "packed" in self.features or self.arch == 942:
             found = found._replace(tma=False)
         return found
@@ -207,7 +209,7 @@ def measure(build: Build) -> dict[str, float]:
 
 
 def matrix() -> Iterator[Build]:
-    """Kernel, architecture, head dim, dtype and up to two features, every pair of them somewhere."""
+    """Kernel, architecture, head dim, dtype and up to two features, with every pair of those."""
     axes = {
         "kernel": ["forward", "dkdv", "dq"],
         "arch": [80, 90, 100, 942],
@@ -238,11 +240,12 @@ MAIN = [
 HEAD = """# Machine code of the Triton kernels
 
 What `python bench/compile_matrix.py` reads from kernels compiled for sm_90 (Triton {version}), on a
-machine without a GPU.  No kernel ran: the bounds are those of `bench/machine_code.py`, in TFLOP/s at
-{count} multiprocessors and {ghz} GHz, where the tensor cores reach 949.  They say which
-configuration to try, not how long a call takes.
+machine without a GPU.  No kernel ran: the bounds are those of `bench/machine_code.py`, in TFLOP/s
+at {count} multiprocessors and {ghz} GHz, where the tensor cores reach 949.  They say which
+configuration to try, not how long a call takes.  Blocks are those that fit one multiprocessor;
+spills are instructions, in all of the kernel and in its hottest loop.
 
-| Kernel | Tile, warps, stages | Registers | Blocks | Spills (in the hot loop) | Overlapped | Resident | Serial |
+| Kernel | Tile, warps, stages | Regs | Blocks | Spills (hot) | Overlapped | Resident | Serial |
 |---|---|---|---|---|---|---|---|
 """
 PEERS = """

@@ -1,4 +1,4 @@
-"""Reads the machine code of a GPU kernel: registers, spills, instructions of its loops, a speed bound.
+"""Reads the machine code of a GPU kernel: registers, spills, the work of its loops, a speed bound.
 
 compile_matrix.py compiles attnkit's kernels for it.  No GPU is needed: Triton compiles for one that
 is not there, and nvdisasm and cuobjdump come with it.
@@ -177,8 +177,8 @@ def _blocks(
 def natural_loops(code: list[Instruction], labels: dict[str, int]) -> list[list[int]]:
     """Indices of the instructions of each loop of the control-flow graph, in order.
 
-    A loop is what can reach an edge back to a block that dominates it (so that a wait that was moved
-    out of line and jumps back in does not count as one).
+    A loop is what can reach an edge back to a block that dominates it (so that a wait that was
+    moved out of line and jumps back in does not count as one).
     """
     spans, after = _blocks(code, labels)
     before: list[set[int]] = [set() for _ in spans]
@@ -267,7 +267,7 @@ def count(body: list[Instruction]) -> Counter:
 
 
 def resident_blocks(registers: int, shared: int, warps: int, m: Machine) -> int:
-    """Thread blocks on one multiprocessor: registers go out in 256, shared memory in 128 and 1 KiB."""
+    """Thread blocks that fit: registers go out in 256s, shared memory in 128s and 1 KiB more."""
     per_warp = -(-registers * 32 // 256) * 256
     by_registers = 65536 // (per_warp * (-(-warps // 4) * 4)) if registers else m.blocks
     by_shared = m.shared * 1024 // (-(-(shared + 1024) // 128) * 128)

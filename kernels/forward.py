@@ -215,7 +215,7 @@ def forward(q, k, v, args, spec):
     if args.cu_seqlens_q is not None:  # rows may belong to no sequence
         out.zero_()
         lse.fill_(-float("inf"))
-    config = call.config("forward", tma=True)
+    config = call.config("forward bias" if call.float_bias else "forward", tma=True)
     k_desc, v_desc = call.descriptors(config)
     tiles, grid = call.query_grid(config.block_m)
     forward_kernel[grid](

@@ -46,6 +46,12 @@ _HOPPER = {
         (256, Config(32, 32, 4, 2)),
         (512, Config(16, 16, 4, 1)),
     ],
+    ("forward bias", 2): [  # with wider tiles the bias is read in whole lines, and nothing spills
+        (64, Config(128, 64, 4, 3)),
+        (128, Config(128, 128, 8, 2, True)),
+        (256, Config(128, 64, 8, 2, True)),
+        (512, Config(64, 32, 8, 2)),
+    ],
     ("dkdv", 2): [
         (64, Config(64, 64, 4, 2)),
         (128, Config(64, 64, 4, 2)),
@@ -59,7 +65,7 @@ _HOPPER = {
         (512, Config(16, 16, 4, 1)),
     ],
     ("dq", 2): [
-        (64, Config(64, 64, 4, 2)),
+        (64, Config(128, 64, 4, 2)),
         (128, Config(64, 64, 4, 2)),
         (256, Config(64, 32, 4, 2)),
         (512, Config(32, 16, 8, 1)),
@@ -74,6 +80,12 @@ _HOPPER = {
 _AMPERE = {
     **_HOPPER,
     ("forward", 2): [
+        (64, Config(128, 64, 4, 2)),
+        (128, Config(128, 32, 4, 2)),
+        (256, Config(64, 32, 4, 2)),
+        (512, Config(32, 16, 4, 1)),
+    ],
+    ("forward bias", 2): [
         (64, Config(128, 64, 4, 2)),
         (128, Config(128, 32, 4, 2)),
         (256, Config(64, 32, 4, 2)),
@@ -106,7 +118,8 @@ def choose(kernel: str, family: str, block_d: int, width: int) -> Config:
     """The configuration for a padded head dim and a dtype of `width` bytes."""
     if INTERPRETED:
         return _INTERPRETED
-    for most, config in TABLE[family][kernel, width]:
+    rows = TABLE[family]
+    for most, config in rows.get((kernel, width)) or rows[kernel.split()[0], width]:
         if block_d <= most:
             return config
     raise ValueError(f"head dim {block_d} is above 512")

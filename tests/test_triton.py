@@ -17,7 +17,8 @@ import torch
 import attnkit
 from attnkit import dispatch, testing
 from attnkit.backends import triton
-from attnkit.spec import AttentionSpec, TensorArgs
+from attnkit.backends.reference import quantise
+from attnkit.spec import AttentionSpec, CacheArgs, TensorArgs
 from attnkit.testing import Case
 
 pytestmark = [
@@ -83,6 +84,9 @@ CHECKED = [
     for case in FEATURES
     for dtype in (DTYPES if case.name in ("plain", "causal", "bias", "keep") else DTYPES[:2])
 ]
+
+
+OPS = torch.ops.attnkit
 
 
 @pytest.fixture
@@ -201,6 +205,96 @@ def test_batch_invariance(backend):
         assert torch.equal(getattr(whole, name)[1:2], getattr(alone, name)), name
 
 
+# ------------------------------------------------------------- decoding
+
+
+def in_cache(queries=1, lengths=(300, 0, 37), stored=None, page=None, heads=(4, 2), dims=(16, 24)):
+    """q, k, v [B, Hkv, S, .] of a decoding step in float32, NaN past the lengths, and its cache.
+
+    Returns (q, cache's k, cache's v, lengths, CacheArgs, the same k and v in float64 and in order).
+    """
+    g = torch.Generator().manual_seed(3)
+    batch, room = len(lengths), max(lengths) + 5
+    q = torch.randn(batch, heads[0], queries, dims[0], generator=g)
+    size = page or room
+    width = -(-room // size)
+    table = torch.randperm(batch * width, generator=g).view(batch, width).to(torch.int32)
+    stores, scales, plain = [], [], []
+    for dim in dims:
+        x = torch.randn(batch, heads[1], width * size, dim, generator=g)
+        scale = None
+        if stored is not None:
+            x, scale = quantise(x, stored)
+        real = x.double() if scale is None else x.double() * scale.double()[..., None]
+        plain.append(real[:, :, :room])
+        for b, length in enumerate(lengths):
+            if scale is not None:
+                scale[b, :, length:] = math.nan
+            else:
+                x[b, :, length:] = math.nan
+        if page is not None:
+            x, scale = (None if t is None else _in_pages(t, table, size) for t in (x, scale))
+        stores.append(x)
+        scales.append(scale)
+    cache = CacheArgs(block_table=table if page else None, k_scale=scales[0], v_scale=scales[1])
+    return q, *stores, torch.tensor(lengths, dtype=torch.int32), cache, *plain
+
+
+def _in_pages(t, table, size):
+    raw = t.view(torch.int8) if t.element_size() == 1 else t
+    pages = torch.zeros(table.numel(), t.shape[1], size, *t.shape[3:], dtype=raw.dtype)
+    for b, row in enumerate(table.tolist()):
+        for n, number in enumerate(row):
+            pages[number] = raw[b, :, n * size : (n + 1) * size]
+    return pages.view(t.dtype)
+
+
+DECODING = {
+    "plain": {},
+    "pages": {"page": 16},
+    "odd-pages": {"page": 24},
+    "int8": {"stored": torch.int8},
+    "float8-pages": {"stored": torch.float8_e4m3fn, "page": 64},
+    "several": {"queries": 3, "lengths": (300, 2, 37)},
+    "mqa": {"heads": (7, 1)},
+}
+
+
+@pytest.mark.parametrize("options", DECODING.values(), ids=DECODING)
+@pytest.mark.parametrize("spec", [{}, {"left": 40, "softcap": 3.0}], ids=["all", "window"])
+def test_decoding(backend, options, spec):
+    q, k, v, lengths, cache, k64, v64 = in_cache(**options)
+    sinks = torch.linspace(-1, 1, q.shape[1]) if spec else None
+    how = AttentionSpec(0.25, right=0, bottom_right=True, **spec)
+    args = TensorArgs(lengths=lengths, sinks=sinks)
+    module = dispatch.BACKENDS[backend]
+    assert module.supports_decode(q, k, v, args, how, cache) is None
+    with testing.poisoned_memory():
+        out, lse = module.decode(q, k, v, args, how, cache)
+    args = args._replace(sinks=None if sinks is None else sinks.double())
+    want = dispatch.BACKENDS["reference"].decode(q.double(), k64, v64, args, how)
+    torch.testing.assert_close(out.double(), want[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), want[1], atol=1e-5, rtol=1e-5)
+
+
+def test_room_changes_no_bit_of_decoding(backend):
+    """However much of the cache is left, and whatever it holds."""
+    how = AttentionSpec(0.25, right=0, bottom_right=True)
+    q, k, v, lengths, _cache, *_ = in_cache()
+    wide = [torch.cat([t, torch.full_like(t, math.nan)], 2) for t in (k, v)]
+    args = TensorArgs(lengths=lengths)
+    small, large = (dispatch.BACKENDS[backend].decode(q, *kv, args, how) for kv in ((k, v), wide))
+    assert torch.equal(small[0], large[0])
+    assert torch.equal(small[1], large[1])
+
+
+def test_decoding_by_operator():
+    q, k, v, lengths, cache, *_ = in_cache(page=16, stored=torch.int8, lengths=(20, 9))
+    args = TensorArgs(lengths=lengths)
+    how = AttentionSpec(0.25, right=0, bottom_right=True)
+    torch.library.opcheck(OPS.triton_decode.default, (q, k, v, *args, *how, *cache))
+
+
 # ------------------------------------------------------------- the way of a call
 
 
@@ -222,7 +316,6 @@ def test_refusals_are_sentences(dim, dtype, word):
         attnkit.scaled_dot_product_attention(q, q, q)
 
 
-OPS = torch.ops.attnkit
 CALLS = [
     Case("plain", **TINY),
     Case("everything", 1, 2, 1, 37, 70, 16, 24, left=30, right=5, bottom_right=True,
