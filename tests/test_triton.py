@@ -34,7 +34,7 @@ TINY: dict = {"batch": 1, "heads": 2, "kv_heads": 1, "queries": 37, "keys": 70, 
 FEATURES = [
     Case("plain", **TINY),
     Case("causal", right=0, **TINY),
-    Case("causal-bottom-right", right=0, bottom_right=True, **TINY),
+    Case("causal-bottom-right", right=0, bottom_right=True, **{**TINY, "heads": 4, "kv_heads": 2}),
     Case("more-queries", right=0, bottom_right=True, **{**TINY, "queries": 70, "keys": 37}),
     Case("window", left=20, right=5, **TINY),
     Case("negative-window", left=9, right=-3, **TINY),
