@@ -23,12 +23,13 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help demo test bench info lint format types sanitize mutants wheel clean distclean always
+.PHONY: help demo test bench gpu-check info lint format types sanitize mutants wheel clean distclean always
 
 help:
 	@echo 'make demo      train a Transformer on the kernels, translate dates, write runs/demo/index.html'
 	@echo 'make test      run the tests                              (ARGS="-k masks" chooses some)'
 	@echo 'make bench     measure against PyTorch'
+	@echo 'make gpu-check on a machine with a GPU: every Triton kernel against float64, then times, into DIR'
 	@echo 'make info      machine, versions, backends, and why a backend is missing'
 	@echo 'make lint      ruff and clang-format, changing nothing    (make format changes)'
 	@echo 'make types     mypy'
@@ -49,6 +50,9 @@ test: ready-test
 
 bench: ready-test
 	@$(BIN)/pytest bench -q --benchmark-only $(ARGS)
+
+gpu-check: ready-test
+	@$(PY) bench/gpu_check.py '$(or $(DIR),build/gpu_check)' $(ARGS)
 
 info: ready-demo
 	@$(BIN)/attnkit info $(ARGS)
@@ -72,6 +76,7 @@ sanitize: ready-test
 
 mutants: ready-test
 	@$(PY) tests/mutants.py $(ARGS)
+	@test -n '$(ARGS)' || $(PY) tests/mutants_triton.py
 
 wheel: ready-dev
 	@echo '==> building dist/'
