@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "bench"))
 
 import machine_code  # noqa: E402
-from attnkit.kernels import launch, parts  # noqa: E402
+from attnkit.kernels import backward, forward, launch, parts  # noqa: E402
+from attnkit.kernels import decode as decoding  # noqa: E402
 
 from attnkit.testing import pairwise  # noqa: E402
 
@@ -40,12 +41,13 @@ FEATURES = (
     "sinks", "dropout", "packed",
 )  # fmt: skip
 FLOP = {"forward": 4, "dkdv": 8, "dq": 6}  # per entry of a tile and column
+OTHERS = ("rows", "dbias", "dkdv_again", "dq_again", "decode", "merge", "keep_range")
 
 
 class Build(NamedTuple):
     """One kernel, compiled one way."""
 
-    kernel: str  # forward, dkdv or dq
+    kernel: str  # one of FLOP or OTHERS
     arch: int  # 80, 90, 100, ...; 942 is AMD's gfx942
     dim: int
     dtype: str
@@ -63,7 +65,8 @@ class Build(NamedTuple):
         major = None if self.arch == 942 else (self.arch // 10, self.arch % 10)
         family = launch.family(major)
         biased = self.kernel == "forward" and "bias" in self.features
-        name = "forward bias" if biased else self.kernel
+        name = {"dkdv_again": "dkdv", **dict.fromkeys(FLOP, self.kernel)}.get(self.kernel, "dq")
+        name = "forward bias" if biased else name
         found = launch.choose(name, family, self.dim, NAMES[self.dtype])
         if self.kernel != "forward" or "packed" in self.features or self.arch == 942:
             found = found._replace(tma=False)
@@ -112,6 +115,8 @@ def signature(build: Build) -> dict[str, Any]:
     )
     masked = bool(f - {"alibi", "softcap", "sinks", "dropout"})
     block = [1, 1, config.block_n, build.dim]
+    if build.kernel in ("decode", "merge", "keep_range"):
+        return cache_signature(build)
     described = f"tensordesc<{dtype}{block}>".replace(" ", "") if config.tma else None
     constants = {
         "D": build.dim,
@@ -124,14 +129,60 @@ def signature(build: Build) -> dict[str, Any]:
         "MASKED": masked,
         "MOST": 64 if "packed" in f else 1,
         "HOW": "ieee",
+        "SUM_Q": "alibi" in f,
+        "SUM_K": "softcap" in f,
     }
+    part = parts.Dense("*fp32:16", step, step, "i32", ("constant", 1))
     return {
         "q": array, "k": array, "v": array, "out": array, "dout": array, "lse": rows,
         "k_desc": described, "v_desc": described, "sinks": when("sinks", "*fp32:16"), "mask": mask,
         "how": how, "dropout": when("dropout", parts.Dropout("*i64:16", "i32", "fp32")),
         "sizes": parts.Sizes("i32", "i32", "i32", "i32", "i32"), "delta": rows, "pivot": rows,
-        "low": when("bias", rows), "spoilt": "*i32:16" if masked else None, "dk_out": array,
+        "low": rows if "bias" in f or build.kernel == "dbias" else None, "dlse": rows, "part": part,
+        "batches": "i32", "heads": "i32", "steps_b": "i32", "steps_h": "i32", "tiles_n": "i32",
+        "spoilt": "*i32:16" if masked or "again" in build.kernel else None, "dk_out": array,
         "dv_out": array, "dq_out": array, "kv_heads": "i32",
+        **{name: ("constant", value) for name, value in constants.items()},
+    }  # fmt: skip
+
+
+def cache_signature(build: Build) -> dict[str, Any]:
+    """`signature` of the kernels for decoding, whose features stand for others.
+
+    right, left: the band; keep, alibi, softcap, sinks as always; packed: pages; lengths: starts;
+    segments: int8; blocks: float8; bool: several queries.
+    """
+    f = set(build.features)
+
+    def when(feature: str, what: Any) -> Any:
+        return what if feature in f else None
+
+    eight = "*u8:16" if "blocks" in f else "*i8:16" if "segments" in f else None
+    cache = decoding.Cache(
+        eight or f"*{build.dtype}:16", "i32:16", "i32:16", "i32:16",
+        "*fp32:16" if eight else None, "i32", "i32:16",
+    )  # fmt: skip
+    step = decoding.Step(
+        lengths="*i32:16", starts=when("lengths", "*i32:16"), table=when("packed", "*i32:16"),
+        table_row=when("packed", "i32"), index=None, keep=when("keep", "*u8:16"),
+        keep_row=when("keep", "i32"), left=when("left", "i32"), right=when("right", "i32"),
+        scale="fp32", softcap=when("softcap", "fp32"), inverse_softcap=when("softcap", "fp32"),
+        alibi=when("alibi", "*fp32:16"), alibi_batch=when("alibi", "i32"),
+    )  # fmt: skip
+    constants = {
+        "D": build.dim, "DV": build.dim, "BLOCK_D": build.dim, "BLOCK_DV": build.dim, "BLOCK_M": 16,
+        "BLOCK_N": launch.decode_block(build.dim, NAMES[build.dtype]), "PAGE": 64, "HOW": "ieee",
+        "SIZE": 1024 if build.kernel == "keep_range" else decoding.CHUNK, "FP8": "blocks" in f,
+        "MANY": "bool" in f,
+    }  # fmt: skip
+    counts = dict.fromkeys(("heads", "group", "queries", "splits", "lk"), "i32")
+    strides = dict.fromkeys(("q_batch", "q_head", "q_row"), "i32:16")
+    strides |= dict.fromkeys(("out_batch", "out_head", "out_row"), "i32:16")
+    out = "*i32:16" if build.kernel == "keep_range" else f"*{build.dtype}:16"
+    return {
+        "q": f"*{build.dtype}:16", "k": cache, "v": cache, "part": "*fp32:16", "keep": "*u8:16",
+        "part_lse": "*fp32:16", "step": step, "sinks": when("sinks", "*fp32:16"), "out": out,
+        "lengths": "*i32:16", "lse": "*fp32:16", **counts, **strides,
         **{name: ("constant", value) for name, value in constants.items()},
     }  # fmt: skip
 
@@ -139,11 +190,11 @@ def signature(build: Build) -> dict[str, Any]:
 def compile_kernel(build: Build) -> Any:
     """Triton's compiled kernel."""
     import triton
-    from attnkit.kernels import backward, forward
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    module = forward if build.kernel == "forward" else backward
+    homes = {"forward": forward, "decode": decoding, "merge": decoding, "keep_range": parts}
+    module = homes.get(build.kernel, backward)
     kernel = getattr(module, f"{build.kernel}_kernel")
     wanted = signature(build)
     types: dict[str, Any] = {}
@@ -184,7 +235,7 @@ def measure(build: Build) -> dict[str, float]:
         registers, spills = (int(m.group(1)) if m else 0 for m in found.values())
         return {"registers": registers, "spills": spills}
     config = build.chosen()
-    useful = FLOP[build.kernel] * config.block_m * config.block_n * build.dim
+    useful = FLOP.get(build.kernel, 0) * config.block_m * config.block_n * build.dim
     arch = build.arch if build.arch in machine_code.MACHINES else 89
     report = machine_code.analyse(
         compiled.asm["cubin"], config.warps, arch, compiled.metadata.shared, useful,
@@ -208,6 +259,16 @@ def measure(build: Build) -> dict[str, float]:
     return numbers
 
 
+def attempt(build: Build) -> dict[str, Any]:
+    """`measure`, or what the compiler says instead."""
+    try:
+        return measure(build)
+    except Exception as error:
+        while error.__cause__ is not None:  # Triton wraps the reason once for each inlined call
+            error = error.__cause__  # type: ignore[assignment]
+        return {"failed": f"{type(error).__name__}: {error}"[:300]}
+
+
 def matrix() -> Iterator[Build]:
     """Kernel, architecture, head dim, dtype and up to two features, with every pair of those."""
     axes = {
@@ -218,12 +279,19 @@ def matrix() -> Iterator[Build]:
         "first": ["", *FEATURES],
         "second": ["", "right", "dropout", "bias"],
     }
-    for row in pairwise(axes):
+    for n, row in enumerate(pairwise(axes)):
+        if row["dtype"] == "fp32":  # slow to compile; what is wide is only rarely wanted so
+            row["dim"] = 64
         chosen = {row["first"], row["second"]} - {""}
         if {"packed", "bias"} <= chosen:  # refused by the backend
             chosen.discard("bias")
         features = tuple(name for name in FEATURES if name in chosen)
         yield Build(row["kernel"], row["arch"], row["dim"], row["dtype"], features)
+        # the smaller kernels, in turn
+        if n % 2:
+            other = OTHERS[n // 2 % len(OTHERS)]
+            dtype = "bf16" if row["dtype"] == "fp32" else row["dtype"]
+            yield Build(other, row["arch"], 64, dtype, features)
 
 
 MAIN = [
@@ -287,7 +355,7 @@ def main() -> int:
         found = {}
         for build in builds:
             start = time.perf_counter()
-            found[str(build)] = measure(build)
+            found[str(build)] = attempt(build)
             print(f"{time.perf_counter() - start:5.1f} s  {build}  {found[str(build)]}", flush=True)
         if options.budgets:
             path = RESULTS / "machine_code.json"

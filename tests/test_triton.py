@@ -145,6 +145,14 @@ def test_what_a_row_does_not_see_does_not_touch_it(backend, options, value):
         assert got.out[~spared].isnan().all()
 
 
+def test_documents_skip_the_right_tiles(backend):
+    """Ids in order, so that whole tiles are hidden, and others seen in full."""
+    x = testing.build(Case("", **TINY), torch.float32)
+    ids = [(torch.arange(n) // 34).to(torch.int32)[None] for n in (37, 70)]
+    x = x._replace(args=TensorArgs(q_segments=ids[0], k_segments=ids[1]))
+    testing.check(testing.run(backend, x), testing.expect(x))
+
+
 def test_rows_without_keys_pass_nothing_on(backend):
     x = testing.build(Case("", bias="bool:11qk", **TINY), torch.float32)
     dead = ~testing.visible(x).any(-1)
