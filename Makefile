@@ -27,12 +27,13 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help demo test bench info lint format types sanitize native spills mutants check-cuda wheel clean distclean always
+.PHONY: help demo test bench gpu-check info lint format types sanitize native spills mutants check-cuda wheel clean distclean always
 
 help:
 	@echo 'make demo      train a Transformer on the kernels, translate dates, write runs/demo/index.html'
 	@echo 'make test      run the tests                              (ARGS="-k masks" chooses some)'
 	@echo 'make bench     measure against PyTorch'
+	@echo 'make gpu-check on a machine with a GPU: every Triton kernel against float64, then times, into DIR'
 	@echo 'make info      machine, versions, backends, and why a backend is missing'
 	@echo 'make lint      ruff and clang-format, changing nothing    (make format changes)'
 	@echo 'make types     mypy'
@@ -52,9 +53,13 @@ demo: ready-demo
 
 test: ready-test
 	@$(BIN)/pytest -q $(ARGS)
+	@test -n '$(ARGS)' || TRITON_INTERPRET=1 $(BIN)/pytest -q -m 'not slow' tests/test_triton.py
 
 bench: ready-test
 	@$(BIN)/pytest bench -q --benchmark-only $(ARGS)
+
+gpu-check: ready-test
+	@$(PY) bench/gpu_check.py '$(or $(DIR),build/gpu_check)' $(ARGS)
 
 info: ready-demo
 	@$(BIN)/attnkit info $(ARGS)
@@ -84,7 +89,8 @@ spills: ready-test
 
 mutants: ready-test
 	@$(PY) tests/mutants.py $(ARGS)
-	@$(PY) tests/cuda_mutants.py
+	@test -n '$(ARGS)' || $(PY) tests/cuda_mutants.py
+	@test -n '$(ARGS)' || $(PY) tests/mutants_triton.py
 
 check-cuda: $(CUDA_VENV)/torch
 	@.ci/check_cuda $(CUDA_VENV)/bin/python

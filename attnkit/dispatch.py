@@ -12,10 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit.backends import cpu, cuda, reference
+from attnkit.backends import cpu, cuda, reference, triton
 from attnkit.spec import NO_CACHE, AttentionSpec, CacheArgs, TensorArgs
 
-BACKENDS: dict[str, ModuleType] = {"cpu": cpu, "cuda": cuda, "reference": reference}
+BACKENDS: dict[str, ModuleType] = {
+    "cpu": cpu,
+    "cuda": cuda,
+    "triton": triton,
+    "reference": reference,
+}
 
 _forced: ContextVar[str | None] = ContextVar("attnkit_backend", default=None)
 _tracing = torch.compiler.is_dynamo_compiling

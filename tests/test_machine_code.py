@@ -1,63 +1,127 @@
-"""bench/machine_code_cpu.py sees a spill where there is one, and only there."""
+"""What compiling shows of the Triton kernels: every target, within the budgets of each."""
+
+from __future__ import annotations
 
 import importlib.util
+import json
+import sys
 from pathlib import Path
 
 import pytest
 
-PATH = Path(__file__).resolve().parent.parent / "bench" / "machine_code_cpu.py"
-NAME = "attnkit::avx2::Forward<attnkit::avx2::Plain<float> >::strip(attnkit::avx2::Head<float>)"
+from attnkit.backends import triton
+
+ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.skipif(
+    not triton.INSTALLED or triton.INTERPRETED,
+    reason="an installed Triton is needed, and not its interpreter",
+)
+LOOP = """
+        /*0000*/                   MOV R1, 0x1 ;
+.L_x_0:
+        /*0010*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2 ;
+        /*0020*/              @!P0 BRA `(.L_x_2) ;
+.L_x_1:
+        /*0030*/                   HGMMA.64x128x16.F32.BF16 R24, R4, gdesc[UR4], R24 ;
+        /*0040*/                   MUFU.EX2 R5, R5 ;
+        /*0050*/               @P1 BRA `(.L_x_0) ;
+        /*0060*/                   EXIT ;
+.L_x_2:
+        /*0070*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2 ;
+        /*0080*/              @!P0 BRA `(.L_x_2) ;
+        /*0090*/                   BRA `(.L_x_1) ;
+"""
+
+
+def load(name):
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 @pytest.fixture(scope="module")
 def machine_code():
-    spec = importlib.util.spec_from_file_location("machine_code_cpu", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("machine_code")
 
 
-def disassembly(*inside: str) -> list[str]:
-    """A function with one loop: a broadcast, eight products, and what else is to be inside."""
-    body = ["push   %rbp", "mov    %rsp,%rbp", "vbroadcastss (%rsi),%ymm9"]
-    body += [f"vfmadd231ps 0x{32 * n:x}(%rdi),%ymm9,%ymm{n}" for n in range(8)]
-    body += [*inside, "cmp    %rax,%rcx", "jne    102 <somewhere>", "ret"]
-    lines = [f"  {0x100 + n:x}:\t{line}" for n, line in enumerate(body)]
-    return [f"0000000000000100 <{NAME}>:", *lines]
+@pytest.fixture(scope="module")
+def compile_matrix():
+    return load("compile_matrix")
 
 
-def test_a_loop_is_counted(machine_code):
-    (loop,) = machine_code.hot_loops(disassembly())
-    assert loop.isa == "avx2"
-    assert loop.where.startswith("Forward<Plain<float")
-    assert (loop.instructions, loop.products, loop.sums, loop.loads) == (11, 8, 8, 9)
-    assert loop.spills == 0
+def test_a_wait_out_of_line_belongs_to_its_loop(machine_code):
+    code, labels = machine_code.parse(LOOP)
+    assert [len(body) for body in machine_code.natural_loops(code, labels)] == [8, 2]
 
 
-@pytest.mark.parametrize("register", ["%rsp", "%rbp"])
-def test_a_spill_is_seen(machine_code, register):
-    inside = [f"vmovaps %ymm7,-0x40({register})", f"vmovaps -0x40({register}),%ymm10"]
-    (loop,) = machine_code.hot_loops(disassembly(*inside))
-    assert loop.spills == 2
+def test_counts(machine_code):
+    code, _ = machine_code.parse(LOOP)
+    c = machine_code.count(code)
+    assert (c["mma"], c["mufu"], c["flop"]) == (1, 1, 2 * 64 * 128 * 16 / 4)
 
 
-def test_a_product_that_is_read_from_the_stack_is_a_spill(machine_code):
-    (loop,) = machine_code.hot_loops(disassembly("vfmadd213ps 0x20(%rsp),%ymm9,%ymm10"))
-    assert loop.spills == 1
+@pytest.mark.parametrize(
+    ("registers", "shared", "warps", "blocks"),
+    [(128, 100, 8, 2), (255, 16, 8, 1), (255, 96, 4, 2), (255, 120, 4, 1)],
+)
+def test_resident_blocks(machine_code, registers, shared, warps, blocks):
+    machine = machine_code.MACHINES[90]
+    assert machine_code.resident_blocks(registers, shared * 1024, warps, machine) == blocks
 
 
-def test_a_constant_on_the_stack_is_none(machine_code):
-    (loop,) = machine_code.hot_loops(disassembly("vpand  0x20(%rsp),%ymm10,%ymm11"))
-    assert (loop.spills, loop.constants) == (0, 1)
+BUDGETS = json.loads((ROOT / "bench" / "results" / "machine_code.json").read_text())
+QUICK = "forward sm_90 d64 bf16 right"
 
 
-def test_a_loop_without_sums_is_not_hot(machine_code):
-    lines = [line for line in disassembly() if "231ps" not in line]
-    assert machine_code.hot_loops(lines) == []
-
-
-def test_a_kernel_that_is_not_found_is_missed(machine_code):
-    assert machine_code.missing(machine_code.hot_loops(disassembly())) == [
-        "Backward of avx2",
-        "Decode of avx2",
+def within(build, found, budget):
+    """What is worse than its budget, a sentence each; 2% of room for another version of ptxas."""
+    wrong = [found["failed"]] if "failed" in found else []
+    wrong += [
+        f"{name}: {found[name]}, {budget.get(name, 0)} allowed"
+        for name in ("registers", "spills", "hot spills")
+        if found.get(name, 0) > budget.get(name, 0) * 1.02 + 2
     ]
+    wrong += [
+        f"{name}: {found.get(name, 0)}, {budget[name]} wanted"
+        for name in ("blocks", "resident", "serial")
+        if found.get(name, 0) < budget.get(name, 0) * 0.98
+    ]
+    return wrong
+
+
+def test_the_main_kernel(compile_matrix):
+    build = next(b for b in compile_matrix.MAIN if str(b) == QUICK)
+    assert within(build, compile_matrix.attempt(build), BUDGETS[QUICK]) == []
+
+
+@pytest.mark.slow
+def test_the_matrix(compile_matrix):
+    builds = [*compile_matrix.MAIN, *compile_matrix.matrix()]
+    assert {str(b) for b in builds} == set(BUDGETS)
+    wrong = {
+        str(b): said
+        for b in builds
+        if (said := within(b, compile_matrix.attempt(b), BUDGETS[str(b)]))
+    }
+    assert wrong == {}
+
+
+def test_goals_of_the_main_kernels():
+    """Two blocks per multiprocessor and no spill in the hot loop, where that was promised."""
+    for dim, resident in ((64, 893), (128, 949)):
+        numbers = BUDGETS[f"forward sm_90 d{dim} bf16 right"]
+        assert numbers["resident"] >= resident
+        assert numbers["blocks"] >= 2
+        assert numbers["hot spills"] == 0
+    for dim in (64, 128):
+        assert BUDGETS[f"dkdv sm_90 d{dim} bf16 right"]["resident"] >= 949
+    full = BUDGETS["forward sm_90 d128 bf16"]["resident"]
+    for masks in ("lengths", "keep", "right left"):
+        assert BUDGETS[f"forward sm_90 d128 bf16 {masks}"]["resident"] > 0.9 * full
+    assert BUDGETS["forward sm_90 d128 bf16 bias"]["serial"] >= 499
+
+
+def test_nothing_failed_to_compile():
+    assert [name for name, numbers in BUDGETS.items() if "failed" in numbers] == []

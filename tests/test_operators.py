@@ -46,6 +46,9 @@ def test_these_are_all():
         "attnkit::cpu_probe_fma",
         "attnkit::cpu_probe_read",
         "attnkit::cpu_instruction_sets",
+        "attnkit::triton_forward",
+        "attnkit::triton_backward",
+        "attnkit::triton_decode",
     }
 
 

@@ -1,0 +1,246 @@
+"""The Triton kernels in kernels/: forward, backward and decoding for GPUs.
+
+CPU tensors are served under Triton's interpreter, where TRITON_INTERPRET=1 was set before the
+import: that is how the kernels are tested on machines without a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnkit.spec import NO_CACHE, AttentionSpec, CacheArgs, TensorArgs
+
+INSTALLED = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
+_LARGEST_DIM = 512
+_LONGEST = 1 << 30  # positions are 32-bit numbers, and so are their differences
+_tracing = torch.compiler.is_dynamo_compiling
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec) -> str | None:
+    """None, or why these kernels cannot serve the call."""
+    if q.is_cpu and not INTERPRETED:
+        return "query is on the CPU, and these kernels are for GPUs"
+    if not INSTALLED:
+        return "Triton is not installed (pip install triton)"
+    if not (q.is_cpu or q.is_cuda):
+        return f"query is on {q.device}, not on a GPU of NVIDIA or AMD"
+    if q.is_cuda and INTERPRETED:
+        return "TRITON_INTERPRET=1 is set, under which only CPU tensors are served"
+    if q.dtype not in _DTYPES:
+        return f"dtype {q.dtype} is not float32, bfloat16 or float16"
+    if q.is_cuda:
+        reason = _too_old(q.device)
+        if reason is not None:
+            return reason
+    if q.shape[3] > _LARGEST_DIM or v.shape[3] > _LARGEST_DIM:
+        return f"head dim {max(q.shape[3], v.shape[3])} is above {_LARGEST_DIM}"
+    if q.shape[2] > _LONGEST or k.shape[2] > _LONGEST:
+        return f"length {max(q.shape[2], k.shape[2])} is above 2^30"
+    if args.cu_seqlens_q is not None and not (
+        args.lengths is None and args.blocks is None and args.bias is None
+    ):
+        return "packed sequences go without lengths, blocks and a dense mask"
+    return None
+
+
+def supports_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    args: TensorArgs,
+    spec: AttentionSpec,
+    cache: CacheArgs = NO_CACHE,
+) -> str | None:
+    """None, or why these kernels cannot serve the decoding step."""
+    if args.lengths is None or args.cu_seqlens_q is not None:
+        return "decoding takes lengths, and no packed sequences"
+    if spec.dropout_p > 0 or args.bias is not None:
+        return "decoding goes without dropout and a dense mask"
+    located = cache.block_table is not None or cache.batch_index is not None
+    if (located or cache.k_scale is not None) and not _readable(k, v):
+        return "a paged or quantised cache is not contiguous in its last dimension"
+    return supports(q, k, v, args, spec)
+
+
+def supports_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
+    """None, or why these kernels cannot write k and v into the cache."""
+    return "there is no Triton kernel that writes into a cache: PyTorch's own indexing does it"
+
+
+def _readable(*tensors: Tensor) -> bool:
+    return all(t.stride(-1) == 1 or t.shape[-1] <= 1 for t in tensors)
+
+
+@lru_cache(maxsize=64)
+def _too_old(device: torch.device) -> str | None:
+    """Why a GPU cannot run the kernels, or None."""
+    if torch.version.hip is not None:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"{device} is sm_{major}{minor}, older than sm_80 (A100)"
+    return None
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """out [B, Hq, Lq, Dv] and lse [B, Hq, Lq]."""
+    call = torch.ops.attnkit.triton_forward.default if _tracing() else _forward
+    return call(q, k, v, *args, *spec)  # type: ignore[no-any-return]
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    args: TensorArgs,
+    spec: AttentionSpec,
+    needs: tuple[bool, bool, bool, bool, bool] = (True, True, True, True, True),
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of q, k, v, bias (size 1 where it was broadcast), sinks; None where not wanted."""
+    needs = (*needs[:3], needs[3] and args.bias is not None, needs[4] and args.sinks is not None)
+    call = torch.ops.attnkit.triton_backward.default if _tracing() else _backward
+    grads = call(dout, dlse, q, k, v, out, lse, *args, *spec, *needs)
+    dq, dk, dv, dbias, dsinks = (
+        g if wanted else None for g, wanted in zip(grads, needs, strict=True)
+    )
+    return dq, dk, dv, dbias, dsinks
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    args: TensorArgs,
+    spec: AttentionSpec,
+    cache: CacheArgs = NO_CACHE,
+) -> tuple[Tensor, Tensor]:
+    """Attention of new queries over a cache k, v [N, Hkv, S, .] of args.lengths keys."""
+    call = torch.ops.attnkit.triton_decode.default if _tracing() else _decode
+    return call(q, k, v, *args, *spec, *cache)  # type: ignore[no-any-return]
+
+
+def append(*arguments: Any) -> None:
+    """Refused by supports_append."""
+    raise NotImplementedError(supports_append(*arguments[:4]))
+
+
+# ------------------------------------------------------------- operators
+
+_N_ARGS = len(TensorArgs._fields)
+_N_SPEC = len(AttentionSpec._fields)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    from attnkit.kernels.forward import forward as launch
+
+    args, spec = TensorArgs(*rest[:_N_ARGS]), AttentionSpec(*rest[_N_ARGS:])
+    return launch(q, k, v, args, spec)
+
+
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    from attnkit.kernels.backward_launch import backward as launch
+
+    args = TensorArgs(*rest[:_N_ARGS])
+    spec = AttentionSpec(*rest[_N_ARGS : _N_ARGS + _N_SPEC])
+    return launch(dout, dlse, q, k, v, out, lse, args, spec, rest[_N_ARGS + _N_SPEC :])
+
+
+def _decode(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    from attnkit.kernels.decode import decode as launch
+
+    args = TensorArgs(*rest[:_N_ARGS])
+    spec = AttentionSpec(*rest[_N_ARGS : _N_ARGS + _N_SPEC])
+    return launch(q, k, v, args, spec, CacheArgs(*rest[_N_ARGS + _N_SPEC :]))
+
+
+def _like(q: Tensor, last: int) -> Tensor:
+    """An empty [B, H, L, last] in the layout that the kernels give their output."""
+    b, h, n = q.shape[:3]
+    if h > 1 and n > 1 and q.stride(1) < q.stride(2):
+        return q.new_empty((b, n, h, last)).transpose(1, 2)
+    return q.new_empty((b, h, n, last))
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _like(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _fake_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Any,
+    sinks: Any,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    want_dq, want_dk, want_dv, want_dbias, want_dsinks = rest[-5:]
+
+    def none() -> Tensor:  # each output a tensor of its own: outputs must not alias
+        return q.new_empty((0,))
+
+    dbias = none()
+    if want_dbias:
+        dbias = bias.new_empty([1 if bias.stride(d) == 0 else bias.shape[d] for d in range(4)])
+    return (
+        _like(q, q.shape[-1]) if want_dq else none(),
+        _like(k, k.shape[-1]) if want_dk else none(),
+        _like(v, v.shape[-1]) if want_dv else none(),
+        dbias,
+        torch.empty_like(sinks) if want_dsinks else none(),
+    )
+
+
+_ARGUMENTS = (
+    "Tensor? bias, Tensor? sinks, Tensor? keep, Tensor? lengths, Tensor? q_segments, "
+    "Tensor? k_segments, Tensor? blocks, Tensor? alibi, Tensor? seed, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, float scale, int? left, int? right, bool bottom_right, float softcap, "
+    "float dropout_p"
+)
+_SCHEMAS = {
+    "triton_forward": f"(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor out, Tensor lse)",
+    "triton_backward": "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
+    f"Tensor lse, {_ARGUMENTS}, bool want_dq, bool want_dk, bool want_dv, bool want_dbias, "
+    "bool want_dsinks) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
+    "triton_decode": f"(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}, Tensor? starts=None, "
+    "Tensor? block_table=None, Tensor? batch_index=None, Tensor? k_scale=None, "
+    "Tensor? v_scale=None) -> (Tensor out, Tensor lse)",
+}
+_library = torch.library.Library("attnkit", "FRAGMENT")
+for _name, _run, _fake in (
+    ("triton_forward", _forward, _fake_forward),
+    ("triton_backward", _backward, _fake_backward),
+    ("triton_decode", _decode, _fake_forward),
+):
+    _library.define(_name + _SCHEMAS[_name])
+    _library.impl(_name, _run, "CPU" if INTERPRETED else "CUDA")
+    # gradients are recorded above, by the one autograd Function
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"attnkit::{_name}", _fake, lib=_library)
