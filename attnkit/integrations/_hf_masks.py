@@ -8,6 +8,7 @@ in it is built densely by transformers' own ``sdpa_mask``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,66 +22,67 @@ _SOURCE = "transformers.masking_utils"
 _PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
 
 
+@dataclass
+class _State:
+    """Of a mask and its aliases: what it hides, and the bool tensor once that was asked for."""
+
+    structure: Mask | None
+    build: Callable[[], Tensor]
+    dense: Tensor | None = None
+
+
 class StructuredMask(Tensor):
     """Stands where a model expects a bool mask [B, 1, Lq, Lk] (True = attend), without its memory.
-
-    Attributes:
-        structure: the same mask as `attnkit.masks` has it.
 
     Any operation on it, such as a slice, builds the bool tensor and goes on with that, so that a
     model that edits its mask gets what it asks for.
     """
 
-    structure: Mask | None
-    _build: Callable[[], Tensor]
-    _dense: Tensor | None
+    _state: _State
 
     @staticmethod
-    def __new__(
-        cls,
-        structure: Mask,
-        shape: Sequence[int],
-        device: torch.device | str,
-        build: Callable[[], Tensor],
-    ) -> StructuredMask:
-        """``build()`` makes the bool tensor of ``shape`` that ``structure`` describes."""
+    def __new__(cls, state: _State, shape: Sequence[int], device: Any) -> StructuredMask:
+        """``state.build()`` makes the bool tensor of ``shape`` that its structure describes."""
         made: StructuredMask = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, tuple(shape), dtype=torch.bool, device=device
         )
-        made.structure, made._build, made._dense = structure, build, None
+        made._state = state
         return made
 
     def __init__(self, *_: Any) -> None:
         super().__init__()
 
+    @property
+    def structure(self) -> Mask | None:
+        """The same mask as `attnkit.masks` has it; None since it was edited."""
+        return self._state.structure
+
     def dense(self) -> Tensor:
         """The bool tensor [B, 1, Lq, Lk]; the same one every time."""
-        if self._dense is None:
-            self._dense = self._build()
-        return self._dense
+        if self._state.dense is None:
+            self._state.dense = self._state.build()
+        return self._state.dense
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"StructuredMask({tuple(self.shape)}, {self.structure})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:
             (given,) = args
-            copy = StructuredMask(given.structure, given.shape, given.device, given._build)
-            copy._dense = given._dense
-            return copy
+            return StructuredMask(given._state, given.shape, given.device)
         # what the operation changes, or may let others change, is no longer what was described
         shared = func._schema.is_mutable or any(r.alias_info for r in func._schema.returns)
 
         def bare(x: Any) -> Any:
             if not isinstance(x, StructuredMask):
                 return x
-            if shared:
-                x._dense, x.structure = x.dense().contiguous(), None
+            if shared and x.structure is not None:
+                x._state.dense, x._state.structure = x.dense().contiguous(), None
             return x.dense()
 
         return func(*tree_map(bare, args), **tree_map(bare, kwargs or {}))
@@ -148,7 +150,7 @@ def attention_mask(
         structure = structure & masks.key_padding(keep)
     elif allow_is_bidirectional_skip and _is_empty(structure):
         return None
-    return StructuredMask(structure, (batch_size, 1, q_length, kv_length), device, build)
+    return StructuredMask(_State(structure, build), (batch_size, 1, q_length, kv_length), device)
 
 
 def _keep(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor | None:

@@ -28,6 +28,7 @@ from attnkit.masks import Mask
 NAME = "attnkit"
 Watcher = Callable[[nn.Module, dict[str, Any]], None]
 
+_names = {NAME}
 _watchers: ContextVar[tuple[Watcher, ...]] = ContextVar("attnkit_hf_watchers", default=())
 _tracing = torch.compiler.is_dynamo_compiling
 
@@ -40,6 +41,7 @@ def register(name: str = NAME) -> None:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    _names.add(name)
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
 
@@ -107,6 +109,14 @@ def attention_forward(
         for watcher in _watchers.get():
             watcher(module, {"query": query, "key": key, **options})
     return out.transpose(1, 2).contiguous(), weights
+
+
+def serves(model: nn.Module) -> bool:
+    """Whether a part of the model has ``attn_implementation="attnkit"``."""
+    return any(
+        getattr(getattr(module, "config", None), "_attn_implementation", None) in _names
+        for module in model.modules()
+    )
 
 
 @contextmanager
