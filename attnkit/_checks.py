@@ -113,6 +113,12 @@ def refuse_context_parallel() -> None:
         )
 
 
+def is_causal_bias(mask: Any) -> bool:
+    """Whether it is a torch.nn.attention.bias.CausalBias, whose module takes a second to import."""
+    kind = type(mask)
+    return kind.__name__ == "CausalBias" and kind.__module__ == "torch.nn.attention.bias"
+
+
 def check_sizes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """RuntimeError unless q [B, Hq, Lq, D], k [B, Hkv, Lk, D], v [B, Hkv, Lk, Dv] fit together."""
     qs, ks, vs = q.shape, k.shape, v.shape

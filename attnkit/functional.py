@@ -9,11 +9,10 @@ The way of a call: the door here, `_autograd.run`, `dispatch.select`, one backen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import handle_torch_function, has_torch_function
 
 from attnkit import _cache_checks, _checks, _shapes, dispatch
@@ -77,7 +76,7 @@ def scaled_dot_product_attention(
             plain = (*shape[:3], key.shape[2])
             return _sdpa_4d(query, key, value, attn_mask, plain, is_causal, dropout_p, scale)
     # a CausalBias is not asked, and never looked into: its storage is uninitialised
-    bias = attn_mask if isinstance(attn_mask, CausalBias) else None
+    bias: Any = attn_mask if _checks.is_causal_bias(attn_mask) else None
     tensors = (query, key, value, None if bias is not None else attn_mask)
     if has_torch_function(tensors):
         result: Tensor = handle_torch_function(
@@ -100,7 +99,7 @@ def scaled_dot_product_attention(
         found, wanted = (bias.seq_len_q, bias.seq_len_kv), (query.shape[-2], key.shape[-2])
         if found != wanted:
             raise RuntimeError(f"attn_mask is a CausalBias for lengths {found}, expected {wanted}")
-        bottom_right = bias.variant == CausalVariant.LOWER_RIGHT
+        bottom_right = bias.variant.name == "LOWER_RIGHT"
         attn_mask, is_causal = None, True
     if _checks.flag("is_causal", is_causal) and attn_mask is not None:
         raise RuntimeError(

@@ -23,7 +23,10 @@ try:
 except importlib.metadata.PackageNotFoundError:
     DISTRIBUTION = None
 installed = pytest.mark.skipif(DISTRIBUTION is None, reason="attnkit is on the path, not installed")
-HEAVY = ("matplotlib", "tokenizers", "babel", "rich", "pytest", "torch.utils.cpp_extension")
+HEAVY = (
+    *("matplotlib", "tokenizers", "babel", "rich", "pytest", "torch.utils.cpp_extension"),
+    *("sympy", "transformers"),
+)
 
 
 def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:

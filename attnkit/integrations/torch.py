@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias
 
 from attnkit import _checks, functional
 
@@ -131,11 +130,11 @@ def _obstacle(
     _checks.refuse_context_parallel()
     for name, t in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
         kind: Any = type(t)
-        if kind is Tensor or not isinstance(t, Tensor) or kind is CausalBias:
+        if kind is Tensor or not isinstance(t, Tensor) or _checks.is_causal_bias(t):
             continue
         if kind.__torch_function__ is not torch._C._disabled_torch_function_impl:
             return f"{name} is a {kind.__name__}, which has a function of its own"
-    if attn_mask is not None and is_causal and not isinstance(attn_mask, CausalBias):
+    if attn_mask is not None and is_causal and not _checks.is_causal_bias(attn_mask):
         return "attn_mask and is_causal=True are given together"
     return None
 
