@@ -64,7 +64,7 @@ def settle(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
             )
         if t.layout is not _STRIDED:
             raise NotImplementedError(f"{name} has layout {t.layout}, expected torch.strided")
-        if type(t).__name__ == "DTensor":
+        if is_sharded(t):
             raise RuntimeError(
                 f"{name} is a DTensor, of which each rank holds a shard, expected a local tensor: "
                 "attention over shards would miss the keys of the other ranks"
@@ -111,6 +111,11 @@ def refuse_context_parallel() -> None:
             "query, key and value are shards of a sequence inside torch's context_parallel, "
             "expected whole sequences: a plain call would attend to the local shard only"
         )
+
+
+def is_sharded(t: Any) -> bool:
+    """Whether it is a DTensor, whose module is not imported for the question."""
+    return type(t).__name__ == "DTensor"
 
 
 def is_causal_bias(mask: Any) -> bool:

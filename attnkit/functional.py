@@ -55,7 +55,8 @@ def scaled_dot_product_attention(
     Raises:
         TypeError: an argument of the wrong kind.
         RuntimeError: shapes, dtypes or devices that do not fit; attn_mask with is_causal; dropout_p
-            outside [0, 1]; q, k, v sharded by torch's context_parallel.
+            outside [0, 1]; q, k, v sharded by torch's context_parallel, or DTensors sharded over
+            anything but batch and heads.
         NotImplementedError: complex or nested tensors; a forced backend that cannot serve the call.
     """
     if (
@@ -106,6 +107,17 @@ def scaled_dot_product_attention(
             "attn_mask was given together with is_causal=True, expected one of them: Explicit "
             "attn_mask should not be set when is_causal=True"
         )
+    if any(map(_checks.is_sharded, (query, key, value))):
+        from attnkit import _sharded
+
+        options = {
+            "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
+            "enable_gqa": enable_gqa,
+        }  # fmt: skip
+        if bottom_right:
+            raise NotImplementedError("attn_mask is a CausalBias, with DTensors expected a Tensor")
+        shares: Tensor = _sharded.attend(scaled_dot_product_attention, query, key, value, options)
+        return shares
     query, key, value = _checks.settle(query, key, value)
     gqa = _checks.flag("enable_gqa", enable_gqa)
     q, k, v, scores = _shapes.to_4d(query, key, value, gqa)
@@ -216,6 +228,15 @@ def attention(
         NotImplementedError: complex or nested tensors; a forced backend that cannot serve the call.
     """
     if not _checks.plain(query, key, value):
+        if any(map(_checks.is_sharded, (query, key, value))):
+            from attnkit import _sharded
+
+            options = {
+                "mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks,
+                "alibi": alibi, "dropout_p": dropout_p, "seed": seed, "return_lse": return_lse,
+            }  # fmt: skip
+            shares: Tensor = _sharded.attend(attention, query, key, value, options)
+            return shares
         query, key, value = _checks.settle(query, key, value)
     shape = query.shape
     if len(shape) != 4 or not shape == key.shape == value.shape:

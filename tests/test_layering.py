@@ -14,7 +14,7 @@ LAYERS = [
     {"kernels", "spec", "masks", "_flops"},
     {"backends"},
     {"dispatch"},
-    {"_checks", "_cache_checks", "_shapes", "_options", "_autograd", "functional"},
+    {"_checks", "_cache_checks", "_shapes", "_options", "_autograd", "functional", "_sharded"},
     {"__init__"},  # the public names
     {"cache", "_paged"},
     {"nn", "flash_attn", "integrations"},
