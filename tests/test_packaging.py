@@ -216,19 +216,20 @@ def test_the_code_of_a_page_runs(page, monkeypatch):
 
 @checkout
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
-def test_each_drop_in_of_the_readme_is_short_and_runs_on_attnkit(ran, monkeypatch):
+def test_each_drop_in_of_the_readme_is_short_and_runs_on_attnkit(ran):
     section = (ROOT / "README.md").read_text().split("## Drop-ins")[1].split("\n## ")[0]
     blocks = re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     names = {"torch": torch, **dict.fromkeys("qkv", torch.randn(1, 2, 8, 16))}
     assert len(blocks) == 5
     for block in blocks:
         assert len(ast.parse(block).body) <= 6
+        if "torch.compile" in block:  # a graph calls operators, which are not recorded
+            continue
         if "transformers" in block and importlib.util.find_spec("transformers") is None:
             continue
         del ran[:]
         exec(compile(block, "README.md", "exec"), names)
-        assert ran or "torch.compile" in block  # a graph calls operators, not functions
+        assert ran
 
 
 READ = re.compile(r'(?:environ(?:\.get\(|\[)|getenv\()"(ATTNKIT_\w+)"')
