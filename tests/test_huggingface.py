@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import attnkit
 from attnkit import masks, recording
@@ -288,6 +289,31 @@ def test_gradient_checkpointing_replays_dropout(ran):
     torch.manual_seed(6)
     other = models.gradients(ours, "llama")
     assert any(not torch.equal(other[name], grad) for name, grad in want.items())
+
+
+@pytest.mark.parametrize("name", ["gemma2", "t5"])
+def test_compiled_to_one_graph(name):
+    torch._dynamo.reset()
+    _, ours = models.pair(name)
+    counter = CompileCounterWithBackend("aot_eager")
+    want = models.gradients(ours, name)
+    forward = ours.forward
+    ours.forward = torch.compile(forward, fullgraph=True, backend=counter)
+    got = models.gradients(ours, name)
+    assert counter.frame_count == 1
+    for key, grad in want.items():
+        torch.testing.assert_close(got[key], grad, rtol=1e-4, atol=1e-6)
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_compiled_steps_of_a_static_cache():
+    torch._dynamo.reset()
+    _, ours = models.pair("llama")
+    want = models.generated(ours, "llama", "static")
+    ours.forward = torch.compile(ours.forward, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(models.generated(ours, "llama", "static"), want)
+    torch._dynamo.reset()
 
 
 # ------------------------------------------------------------- the attention function itself
