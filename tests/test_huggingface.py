@@ -49,6 +49,49 @@ def test_architecture_as_eager(name, ran):
             assert "cpu.backward" in ran or "reference.backward" in ran
 
 
+OTHERS = {  # what takes no text, or only text of its own kind
+    "clip_text_model": ({"projection_dim": 16}, {"input_ids": (2, 7)}),
+    "vit": ({"image_size": 16, "patch_size": 4}, {"pixel_values": (2, 3, 16, 16)}),
+    "dinov2": ({"image_size": 16, "patch_size": 4}, {"pixel_values": (2, 3, 16, 16)}),
+    "wav2vec2": (
+        {"conv_dim": (16,), "conv_kernel": (4,), "conv_stride": (2,), "num_feat_extract_layers": 1,
+         "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2},
+        {"input_values": (2, 40)}),
+    "whisper": (
+        {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+         "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+         "num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 12},
+        {"input_features": (2, 8, 20), "decoder_input_ids": (2, 5)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_images_and_sounds_as_eager(name, ran):
+    changes, shapes = OTHERS[name]
+    common = {k: models.COMMON[k] for k in ("hidden_size", "intermediate_size",
+              "num_hidden_layers", "num_attention_heads", "vocab_size")}  # fmt: skip
+    common |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.AutoConfig.for_model(name, **(common | changes))
+    huggingface.register()
+    torch.manual_seed(0)
+    eager = transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation("attnkit")
+    given = {
+        key: torch.randint(3, 90, shape) if key.endswith("ids") else torch.randn(shape)
+        for key, shape in shapes.items()
+    }
+    results = []
+    for model in (ours, eager):
+        out = model(**given).last_hidden_state
+        first = [p for p in model.parameters() if p.requires_grad]
+        results.append([out, *torch.autograd.grad(out.square().mean(), first, allow_unused=True)])
+    for got, want in zip(*results, strict=True):
+        if want is not None:
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert len(ran) == (12 if name == "whisper" else 4)
+
+
 def test_there_are_enough_architectures():
     full = [
         name
@@ -383,11 +426,29 @@ def test_recording():
         torch.testing.assert_close(layer.weights(), weights, rtol=1e-4, atol=1e-6)
         assert not layer.weights().requires_grad
     assert layers[0].name == "model.encoder.layers.0.self_attn"
+    summary = layers[0].summary()
+    assert summary.entropy.shape == (2, 4)
+    assert layers[0].pooled(3).shape == (2, 4, 3, 3)
     with recording.record(ours, lambda name: "encoder_attn" in name) as layers, torch.no_grad():
         ours(input_ids=ids)
     assert len(layers) == 2
     with pytest.raises(ValueError, match="without attention modules"), recording.record(eager):
         pass
+
+
+def test_heat_maps(tmp_path):
+    pytest.importorskip("matplotlib", reason="pip install 'attnkit[demo]'")
+    from attnkit import viz
+
+    _, ours = models.pair("bert")
+    with recording.record(ours) as layers:
+        ours(**models.tokens(left_padded=True))
+    assert [layer.name for layer in layers] == [
+        f"encoder.layer.{i}.attention.self" for i in range(2)
+    ]
+    grid = [(layer.name, layer.pooled(4)[0]) for layer in layers]
+    path = viz.head_grid(grid, tmp_path / "heads.png", length=(9, 9))
+    assert path.stat().st_size > 1000
 
 
 # ------------------------------------------------------------- a real model
