@@ -156,8 +156,11 @@ def attention_mask(
 def _keep(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor | None:
     """Which keys are real, bool [B, Lk]; None if all are."""
     missing = max(0, kv_offset + kv_length - attention_mask.shape[1])
-    keep = torch.nn.functional.pad(attention_mask.bool(), (0, missing))
-    keep = keep[:, kv_offset : kv_offset + kv_length]
+    keep = attention_mask.bool()
+    if missing:
+        keep = torch.nn.functional.pad(keep, (0, missing))
+    if keep.shape[1] != kv_length:
+        keep = keep[:, kv_offset : kv_offset + kv_length]
     return None if bool(keep.all()) else keep
 
 

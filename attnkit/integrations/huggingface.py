@@ -29,6 +29,7 @@ NAME = "attnkit"
 Watcher = Callable[[nn.Module, dict[str, Any]], None]
 
 _names = {NAME}
+_collector: Any = None  # transformers' own context variable, once there is a `register`
 _watchers: ContextVar[tuple[Watcher, ...]] = ContextVar("attnkit_hf_watchers", default=())
 _tracing = torch.compiler.is_dynamo_compiling
 
@@ -41,6 +42,12 @@ def register(name: str = NAME) -> None:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    global _collector
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:  # before 5.0 the request comes as an argument
+        _active_collector = None
+    _collector = _active_collector
     _names.add(name)
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
@@ -100,7 +107,7 @@ def attention_forward(
         "softcap": softcap or 0.0,
         "sinks": s_aux,
     }
-    wanted = bool(output_attentions) or _collected(module)
+    wanted = bool(output_attentions) or _collected()
     seed = seed_tensor(None, query) if wanted and dropout else None
     drop: dict[str, Any] = {"dropout_p": dropout, "seed": seed}
     out = attention(query, key, value, **options, **drop)
@@ -166,13 +173,9 @@ def _with_others(
     return seen if mask is None else mask & seen
 
 
-def _collected(module: nn.Module) -> bool:
+def _collected() -> bool:
     """Whether transformers collects the weights of this forward pass."""
-    if getattr(getattr(module, "config", None), "output_attentions", False):
-        return True
-    try:
-        from transformers.utils.output_capturing import _active_collector
-    except ImportError:  # before 5.0 the request comes as an argument
+    if _collector is None:
         return False
-    collector = _active_collector.get()
-    return collector is not None and any("attentions" in name for name in collector)
+    collected = _collector.get()
+    return collected is not None and any("attentions" in name for name in collected)
