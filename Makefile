@@ -31,7 +31,7 @@ endif
 
 help:
 	@echo 'make demo      train a Transformer on the kernels, translate dates, write runs/demo/index.html'
-	@echo 'make test      run the tests                              (ARGS="-k masks" chooses some)'
+	@echo 'make test      run the tests     (ARGS="-k masks" chooses some, ARGS="-m slow" the long ones)'
 	@echo 'make bench     measure against PyTorch'
 	@echo 'make gpu-check on a machine with a GPU: every Triton kernel against float64, then times, into DIR'
 	@echo 'make info      machine, versions, backends, and why a backend is missing'
@@ -52,7 +52,7 @@ demo: ready-demo
 	@$(BIN)/attnkit demo $(ARGS)
 
 test: ready-test
-	@$(BIN)/pytest -q $(ARGS)
+	@$(BIN)/pytest -q -m 'not slow' $(ARGS)
 	@test -n '$(ARGS)' || TRITON_INTERPRET=1 $(BIN)/pytest -q -m 'not slow' tests/test_triton.py
 
 bench: ready-test

@@ -204,7 +204,11 @@ def _second(
     create = torch.is_grad_enabled()  # for a third derivative the graph stays
     with torch.enable_grad():
         variables = [
-            t if t is None else t.view_as(t) if create else t.detach().requires_grad_()
+            t
+            if t is None or t.dtype == torch.bool  # a mask in the place of the bias
+            else t.view_as(t)
+            if create
+            else t.detach().requires_grad_()
             for t in (dout, dlse, *tensors[:5])
         ]
         d_out, d_lse, *inputs = variables

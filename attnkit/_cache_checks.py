@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -75,3 +77,45 @@ def check_rows(q: Tensor, key: Tensor, value: Tensor, cache: CacheArgs) -> int:
     width = table.shape[1] if isinstance(table, Tensor) and table.dim() == 2 else 0
     _checks.per_sequence("block_table", table, torch.int32, (q.shape[0], width), q)
     return width * key.shape[2]
+
+
+def row_index(index: Any) -> Tensor:
+    """Which old row each new row is; its values are not looked at.
+
+    Raises:
+        TypeError: not an integer tensor.
+        ValueError: not one-dimensional.
+    """
+    if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"index is {describe(index)}, expected an int64 or int32 tensor")
+    if index.dim() != 1:
+        raise ValueError(f"index has shape {tuple(index.shape)}, expected (rows,)")
+    return index
+
+
+@contextmanager
+def rows_exist(index: Tensor, rows: int) -> Iterator[None]:
+    """An error that torch raises on the CPU for a row that there is not, in words of our own."""
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:
+        if not index.is_cpu or not bool(((index < 0) | (index >= rows)).any()):
+            raise
+        found = f"index is {index.tolist()}, expected rows from 0 to {rows - 1}"
+        raise IndexError(found) from error
+
+
+def kept_lengths(lengths: Any, batch: int) -> None:
+    """Check how many tokens a crop keeps: one number for all sequences, or [B].
+
+    Raises:
+        TypeError: neither an int nor an integer tensor.
+        ValueError: below 0, or another shape.
+    """
+    if isinstance(lengths, Tensor) and lengths.dtype in (torch.int32, torch.int64):
+        if tuple(lengths.shape) not in ((), (batch,)):
+            raise ValueError(f"lengths has shape {tuple(lengths.shape)}, expected ({batch},)")
+    elif not isinstance(lengths, int) or isinstance(lengths, bool):
+        raise TypeError(f"lengths is {describe(lengths)}, expected an int or an int32 tensor")
+    elif lengths < 0:
+        raise ValueError(f"lengths is {lengths}, expected 0 or more")

@@ -19,7 +19,9 @@ from torch import Tensor
 from attnkit.masks import describe
 
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
-_TORCH_SDPA = torch._C._nn.scaled_dot_product_attention
+SDPA: Any = (
+    torch._C._nn.scaled_dot_product_attention
+)  # torch's; override_sdpa has its own in its place
 _STRIDED = torch.strided
 _any_autocast = torch._C._is_any_autocast_enabled
 
@@ -39,7 +41,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and not (q.is_nested or k.is_nested or v.is_nested)
         and q.layout is k.layout is v.layout is _STRIDED
         and not _any_autocast()
-        and F.scaled_dot_product_attention is _TORCH_SDPA
+        and F.scaled_dot_product_attention is SDPA
     )
 
 
@@ -62,12 +64,12 @@ def settle(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
             )
         if t.layout is not _STRIDED:
             raise NotImplementedError(f"{name} has layout {t.layout}, expected torch.strided")
-        if type(t).__name__ == "DTensor":
+        if is_sharded(t):
             raise RuntimeError(
                 f"{name} is a DTensor, of which each rank holds a shard, expected a local tensor: "
                 "attention over shards would miss the keys of the other ranks"
             )
-    if F.scaled_dot_product_attention is not _TORCH_SDPA:
+    if F.scaled_dot_product_attention is not SDPA:
         refuse_context_parallel()
     if q.device != k.device or q.device != v.device:
         raise RuntimeError(
@@ -109,6 +111,17 @@ def refuse_context_parallel() -> None:
             "query, key and value are shards of a sequence inside torch's context_parallel, "
             "expected whole sequences: a plain call would attend to the local shard only"
         )
+
+
+def is_sharded(t: Any) -> bool:
+    """Whether it is a DTensor, whose module is not imported for the question."""
+    return type(t).__name__ == "DTensor"
+
+
+def is_causal_bias(mask: Any) -> bool:
+    """Whether it is a torch.nn.attention.bias.CausalBias, whose module takes a second to import."""
+    kind = type(mask)
+    return kind.__name__ == "CausalBias" and kind.__module__ == "torch.nn.attention.bias"
 
 
 def check_sizes(q: Tensor, k: Tensor, v: Tensor) -> None:

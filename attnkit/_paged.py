@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnkit import dispatch, functional
+from attnkit.masks import describe
 from attnkit.spec import CacheArgs, RotaryTables
 
 _STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -216,9 +217,14 @@ class PagedKVCache:
         """Take the pages that n more tokens of each of these sequences need.
 
         Raises:
-            ValueError: an id that is not in use, or twice the same; more tokens than
+            TypeError: n is no int.
+            ValueError: n below 0; an id that is not in use, or twice the same; more tokens than
                 max_pages_per_sequence allows; too few free pages.
         """
+        if not isinstance(n, int) or isinstance(n, bool):
+            raise TypeError(f"n is {describe(n)}, expected an int")
+        if n < 0:
+            raise ValueError(f"n is {n}, expected 0 or more tokens")
         tokens = self._known(sequences)
         width, size = self.block_table.shape[1], self.page_size
         released: Counter[int] = Counter()  # shares of pages that are to be replaced by copies

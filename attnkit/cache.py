@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from attnkit import functional, masks
+from attnkit import _cache_checks, functional, masks
 from attnkit._paged import PagedKVCache as PagedKVCache
 
 T = TypeVar("T", bound="_Cache")
@@ -92,11 +92,22 @@ class _Cache:
         """Row b becomes what row ``index[b]`` was (int [B]); rows may be repeated and dropped.
 
         In place.  An index of another length is a batch of another size, which takes new memory.
+
+        Raises:
+            TypeError, ValueError: no integer tensor of one dimension.
+            IndexError: a row that there is not (on the CPU; on a GPU it is trusted).
         """
         filled = self.capacity
         if not torch.compiler.is_compiling() and self._longest is not None:
             filled = self._longest  # what lies behind is never read and need not move
-        index = index.to(self.k.device)
+        index = _cache_checks.row_index(index).to(self.k.device)
+        if torch.compiler.is_compiling():
+            self._reorder(index, filled)
+        else:
+            with _cache_checks.rows_exist(index, self.k.shape[0]):
+                self._reorder(index, filled)
+
+    def _reorder(self, index: Tensor, filled: int) -> None:
         if index.shape[0] == self.k.shape[0]:
             for old in (self.k[:, :, :filled], self.v[:, :, :filled]):
                 old.copy_(old.index_select(0, index))
@@ -245,6 +256,10 @@ class KVCache(_Cache):
         """Row b becomes what row ``index[b]`` was (int [B]); rows may be repeated and dropped.
 
         In place.  An index of another length is a batch of another size, which takes new memory.
+
+        Raises:
+            TypeError, ValueError: no integer tensor of one dimension.
+            IndexError: a row that there is not (on the CPU; on a GPU it is trusted).
         """
         super().reorder(index)
         if self.keep is not None:
@@ -252,9 +267,8 @@ class KVCache(_Cache):
 
     def crop(self, lengths: Tensor | int) -> None:
         """Forget the tokens from ``lengths`` (one number, or [B]) on; shorter sequences stay."""
+        _cache_checks.kept_lengths(lengths, self.k.shape[0])
         if isinstance(lengths, int):
-            if lengths < 0:
-                raise ValueError(f"lengths is {lengths}, expected 0 or more")
             self.lengths.clamp_(max=lengths)
             if not torch.compiler.is_compiling() and self._longest is not None:
                 self._longest = min(self._longest, lengths)
@@ -415,6 +429,7 @@ class RingKVCache(_Cache):
         Raises:
             ValueError: a sequence has overwritten tokens that its window would show again.
         """
+        _cache_checks.kept_lengths(lengths, self.k.shape[0])
         kept = torch.minimum(self.lengths, torch.as_tensor(lengths).to(self.lengths))
         if bool((kept < 0).any()):
             raise ValueError(f"lengths is {lengths}, expected 0 or more")

@@ -43,7 +43,12 @@ ENVIRONMENT = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (without the program's name); returns the exit status."""
     options = build_parser().parse_args(argv)
-    status: int = options.run(options.parser, options)
+    try:
+        status: int = options.run(options.parser, options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as in `attnkit info | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # what a shell calls an end by SIGPIPE
     return status
 
 

@@ -9,11 +9,10 @@ The way of a call: the door here, `_autograd.run`, `dispatch.select`, one backen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import handle_torch_function, has_torch_function
 
 from attnkit import _cache_checks, _checks, _shapes, dispatch
@@ -56,7 +55,8 @@ def scaled_dot_product_attention(
     Raises:
         TypeError: an argument of the wrong kind.
         RuntimeError: shapes, dtypes or devices that do not fit; attn_mask with is_causal; dropout_p
-            outside [0, 1]; q, k, v sharded by torch's context_parallel.
+            outside [0, 1]; q, k, v sharded by torch's context_parallel, or DTensors sharded over
+            anything but batch and heads.
         NotImplementedError: complex or nested tensors; a forced backend that cannot serve the call.
     """
     if (
@@ -77,7 +77,7 @@ def scaled_dot_product_attention(
             plain = (*shape[:3], key.shape[2])
             return _sdpa_4d(query, key, value, attn_mask, plain, is_causal, dropout_p, scale)
     # a CausalBias is not asked, and never looked into: its storage is uninitialised
-    bias = attn_mask if isinstance(attn_mask, CausalBias) else None
+    bias: Any = attn_mask if _checks.is_causal_bias(attn_mask) else None
     tensors = (query, key, value, None if bias is not None else attn_mask)
     if has_torch_function(tensors):
         result: Tensor = handle_torch_function(
@@ -100,13 +100,24 @@ def scaled_dot_product_attention(
         found, wanted = (bias.seq_len_q, bias.seq_len_kv), (query.shape[-2], key.shape[-2])
         if found != wanted:
             raise RuntimeError(f"attn_mask is a CausalBias for lengths {found}, expected {wanted}")
-        bottom_right = bias.variant == CausalVariant.LOWER_RIGHT
+        bottom_right = bias.variant.name == "LOWER_RIGHT"
         attn_mask, is_causal = None, True
     if _checks.flag("is_causal", is_causal) and attn_mask is not None:
         raise RuntimeError(
             "attn_mask was given together with is_causal=True, expected one of them: Explicit "
             "attn_mask should not be set when is_causal=True"
         )
+    if any(map(_checks.is_sharded, (query, key, value))):
+        from attnkit import _sharded
+
+        options = {
+            "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
+            "enable_gqa": enable_gqa,
+        }  # fmt: skip
+        if bottom_right:
+            raise NotImplementedError("attn_mask is a CausalBias, with DTensors expected a Tensor")
+        shares: Tensor = _sharded.attend(scaled_dot_product_attention, query, key, value, options)
+        return shares
     query, key, value = _checks.settle(query, key, value)
     gqa = _checks.flag("enable_gqa", enable_gqa)
     q, k, v, scores = _shapes.to_4d(query, key, value, gqa)
@@ -217,6 +228,15 @@ def attention(
         NotImplementedError: complex or nested tensors; a forced backend that cannot serve the call.
     """
     if not _checks.plain(query, key, value):
+        if any(map(_checks.is_sharded, (query, key, value))):
+            from attnkit import _sharded
+
+            options = {
+                "mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks,
+                "alibi": alibi, "dropout_p": dropout_p, "seed": seed, "return_lse": return_lse,
+            }  # fmt: skip
+            shares: Tensor = _sharded.attend(attention, query, key, value, options)
+            return shares
         query, key, value = _checks.settle(query, key, value)
     shape = query.shape
     if len(shape) != 4 or not shape == key.shape == value.shape:

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.functional import attention_weights
+from attnkit.integrations import huggingface
 from attnkit.nn import MultiheadAttention
 
+_CROSS = ("cross", "encoder_attn", "encdec")  # in the names of modules that look at an encoder
 _TILE = 1 << 22  # weights that are held at once
 
 
@@ -131,9 +133,10 @@ def record(
 
     The model runs as it is: its output, its mode and its gradients are not touched.  What is kept
     are the projected queries and keys, without a graph.  Served are torch.nn.MultiheadAttention
-    (and so torch.nn.Transformer and its layers), attnkit.nn's, and the attention of
-    attnkit.models; in general every module with a method ``attention_inputs`` that maps the
-    arguments of ``forward`` to those of :func:`attnkit.attention_weights`.
+    (and so torch.nn.Transformer and its layers), attnkit.nn's, the attention of attnkit.models, and
+    Hugging Face models with ``attn_implementation="attnkit"``; in general every module with a
+    method ``attention_inputs`` that maps the arguments of ``forward`` to those of
+    :func:`attnkit.attention_weights`.
 
     Args:
         model: any module.
@@ -148,7 +151,8 @@ def record(
         for name, module in model.named_modules()
         if _serves(module) and (names is None or names(name))
     }
-    if not found:
+    guest = huggingface.serves(model)
+    if not found and not guest:
         raise ValueError(
             f"model is a {type(model).__name__} without attention modules that can be recorded"
             f"{'' if names is None else ' and that names accepts'}"
@@ -163,15 +167,28 @@ def record(
 
         return hook
 
+    places = {id(module): name for name, module in model.named_modules()} if guest else {}
+
+    def watcher(module: nn.Module, inputs: dict[str, Any]) -> None:
+        name = places.get(id(module))
+        if name is not None and (names is None or names(name)):
+            kind = "cross" if any(part in name.lower() for part in _CROSS) else "self"
+            recorded.append(RecordedAttention(name, kind, _without_graph(inputs)))
+
     handles = [
         module.register_forward_pre_hook(hook_of(name), with_kwargs=True)
         for name, module in found.items()
     ]
     try:
-        yield recorded
+        with huggingface.watching(watcher):
+            yield recorded
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _without_graph(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {n: x.detach() if isinstance(x, Tensor) else x for n, x in inputs.items()}
 
 
 def _serves(module: nn.Module) -> bool:

@@ -470,3 +470,44 @@ def test_steps_of_a_ring_compile_to_one_graph_and_read_nothing():
     assert counter.frame_count == 1
     with NoHostReads():
         plain.extend(torch.randn(2, HEADS, 6, D), *tokens(2, 6, 0))
+
+
+@pytest.mark.parametrize("kind", [KVCache, RingKVCache])
+@pytest.mark.parametrize(
+    ("lengths", "error", "message"),
+    [
+        (1.5, TypeError, "lengths is float 1.5, expected an int"),
+        (True, TypeError, "lengths is bool True, expected an int"),
+        (torch.tensor([1.0, 1.0]), TypeError, "lengths is a float32 tensor"),
+        (-1, ValueError, "lengths is -1, expected 0 or more"),
+        (torch.tensor([1, 1, 1]), ValueError, r"lengths has shape \(3,\), expected \(2,\)"),
+    ],
+    ids=str,
+)
+def test_a_crop_to_something_else_is_refused(kind, lengths, error, message):
+    cache = kind.allocate(2, 1, 4, 8)
+    cache.append(torch.randn(2, 1, 3, 8), torch.randn(2, 1, 3, 8))
+    with pytest.raises(error, match=message):
+        cache.crop(lengths)
+    assert cache.lengths.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("kind", [KVCache, RingKVCache])
+@pytest.mark.parametrize(
+    ("index", "error", "message"),
+    [
+        (torch.tensor([0, 2]), IndexError, r"index is \[0, 2\], expected rows from 0 to 1"),
+        (torch.tensor([-1, 0]), IndexError, "expected rows from 0 to 1"),
+        (torch.tensor([0.0, 1.0]), TypeError, "index is a float32 tensor"),
+        (torch.tensor([[0, 1]]), ValueError, "index has shape"),
+        ([0, 1], TypeError, "index is list"),
+    ],
+    ids=str,
+)
+def test_a_row_that_there_is_not_is_refused(kind, index, error, message):
+    cache = kind.allocate(2, 1, 4, 8)
+    cache.append(torch.randn(2, 1, 3, 8), torch.randn(2, 1, 3, 8))
+    before = cache.k.clone()
+    with pytest.raises(error, match=message):
+        cache.reorder(index)
+    assert torch.equal(cache.k, before)

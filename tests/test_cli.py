@@ -345,3 +345,13 @@ def test_percent_never_rounds_up(share, text):
     from attnkit.recipes.demo import percent
 
     assert percent(share) == text
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    command = f"{sys.executable} -m attnkit info | head -n 1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=120
+    )
+    assert len(done.stdout.splitlines()) == 1
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr

@@ -649,20 +649,3 @@ def test_context_parallel_is_refused(monkeypatch):
     finally:
         _attention._restore_function(F.scaled_dot_product_attention, F)
     SDPA(q, q, q)
-
-
-def test_shards_are_refused():
-    from torch.distributed import destroy_process_group, init_process_group
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    try:
-        q = torch.randn(1, 2, 5, 8)
-        shard = distribute_tensor(q, init_device_mesh("cpu", (1,)), [Replicate()])
-        for function in (SDPA, attnkit.attention):
-            with pytest.raises(RuntimeError, match=r"key is a DTensor, .*expected a local tensor"):
-                function(q, shard, q)
-    finally:
-        destroy_process_group()

@@ -11,10 +11,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # the parts of the package from the lowest to the highest; those of one row may use each other
 LAYERS = [
-    {"kernels", "spec", "masks"},
+    {"kernels", "spec", "masks", "_flops"},
     {"backends"},
     {"dispatch"},
-    {"_checks", "_cache_checks", "_shapes", "_options", "_autograd", "functional"},
+    {"_checks", "_cache_checks", "_shapes", "_options", "_autograd", "functional", "_sharded"},
     {"__init__"},  # the public names
     {"cache", "_paged"},
     {"nn", "flash_attn", "integrations"},
@@ -125,6 +125,8 @@ def test_importing_does_no_work():
         "assert threads() == before\n"
         "assert sdpa is torch.nn.functional.scaled_dot_product_attention\n"
         "assert not torch.cuda.is_initialized()\n"
+        "import sys\n"
+        "assert not {'sympy', 'torch._dynamo', 'transformers'} & set(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -12,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import attnkit
 
@@ -23,7 +26,10 @@ try:
 except importlib.metadata.PackageNotFoundError:
     DISTRIBUTION = None
 installed = pytest.mark.skipif(DISTRIBUTION is None, reason="attnkit is on the path, not installed")
-HEAVY = ("matplotlib", "tokenizers", "babel", "rich", "pytest", "torch.utils.cpp_extension")
+HEAVY = (
+    *("matplotlib", "tokenizers", "babel", "rich", "pytest", "torch.utils.cpp_extension"),
+    *("sympy", "transformers"),
+)
 
 
 def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -196,13 +202,34 @@ def test_a_compiler_that_fails_is_an_error_that_says_what_to_do(tmp_path):
 
 
 @checkout
-@pytest.mark.parametrize("page", ["README.md", "docs/troubleshooting.md"])
-def test_the_code_of_a_page_runs(page):
+@pytest.mark.parametrize("page", ["README.md", "docs/troubleshooting.md", "docs/backends.md"])
+def test_the_code_of_a_page_runs(page, monkeypatch):
     blocks = code_blocks(page)
     assert blocks
+    # the graph is what counts here; to compile it as well takes half a minute
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     names: dict[str, object] = {}
     for block in blocks:
-        exec(compile(block, page, "exec"), names)
+        if not ("transformers" in block and importlib.util.find_spec("transformers") is None):
+            exec(compile(block, page, "exec"), names)
+
+
+@checkout
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+def test_each_drop_in_of_the_readme_is_short_and_runs_on_attnkit(ran):
+    section = (ROOT / "README.md").read_text().split("## Drop-ins")[1].split("\n## ")[0]
+    blocks = re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
+    names = {"torch": torch, **dict.fromkeys("qkv", torch.randn(1, 2, 8, 16))}
+    assert len(blocks) == 5
+    for block in blocks:
+        assert len(ast.parse(block).body) <= 6
+        if "torch.compile" in block:  # a graph calls operators, which are not recorded
+            continue
+        if "transformers" in block and importlib.util.find_spec("transformers") is None:
+            continue
+        del ran[:]
+        exec(compile(block, "README.md", "exec"), names)
+        assert ran
 
 
 READ = re.compile(r'(?:environ(?:\.get\(|\[)|getenv\()"(ATTNKIT_\w+)"')

@@ -629,3 +629,15 @@ def test_opcheck(stored):
     cos = torch.ones(30, 4)
     call = (*new, k, v, ks, vs, n, torch.tensor([[0], [1]]).int(), None, cos, cos, False)
     torch.library.opcheck(operators.cpu_append.default, call)
+
+
+@pytest.mark.parametrize(
+    ("n", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError)], ids=str
+)
+def test_a_number_of_tokens_to_reserve_that_is_none(n, error):
+    cache = PagedKVCache.allocate(4, 2, 1, 8, max_sequences=2, max_pages_per_sequence=4)
+    ids = cache.add(1)
+    free = cache.free_pages
+    with pytest.raises(error, match="n is"):
+        cache.reserve(ids, n)
+    assert cache.free_pages == free

@@ -360,7 +360,7 @@ def test_a_row_of_nan_says_so_in_its_score():
         ({"stop": [[]]}, ValueError, "stop has an empty sequence"),
         ({"stop": [[1, -1]]}, ValueError, "stop is -1, expected 0 or more"),
         ({"seed": 1, "seeds": [1]}, ValueError, "seed is 1 and seeds are given"),
-        ({"seed": -1}, ValueError, "seed is -1, expected 0 or more"),
+        ({"seed": -(2**63) - 1}, ValueError, "seed is -9223372036854775809, expected -92"),
         ({"seed": 2**64}, ValueError, "seed is 18446744073709551616, expected at most"),
         ({"seeds": [0, 2**64]}, ValueError, "seed is 18446744073709551616, expected at most"),
         ({"seeds": 3}, TypeError, "seeds has int 3, expected a sequence of ints"),

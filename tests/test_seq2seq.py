@@ -503,3 +503,15 @@ def test_a_session_translates_as_generate_does():
     assert torch.equal(torch.stack(list(model.stream(src, 5)), 1), want)
     with pytest.raises(ValueError, match="capacity is 21, expected 1 to 20"):
         model.session(src, capacity=21)
+
+
+@pytest.mark.parametrize(
+    ("src", "tgt", "message"),
+    [
+        ([[3, 11]], [[1, 3]], "src holds ids from 3 to 11, expected 0 to 10: .* src_vocab is 11"),
+        ([[3, 4]], [[1, -1]], "tgt holds ids from -1 to 1, expected 0 to 12: .* tgt_vocab is 13"),
+    ],
+)
+def test_ids_beyond_the_vocabulary(src, tgt, message):
+    with pytest.raises(IndexError, match=message):
+        model_of()(torch.tensor(src), torch.tensor(tgt))

@@ -361,6 +361,7 @@ FULL = {
     "one tensor": (lambda q: SDPA(q, q, q), 1),
     "causal 3-d": (lambda q, k, v: SDPA(q[0], k[0], v[0], is_causal=True), 3),
     "bias": (lambda q, k, v, b: SDPA(q, k, v, b), 4),
+    "bool mask": (lambda q, k, v: SDPA(q, k, v, torch.ones(3, 5, dtype=torch.bool).tril(1)), 3),
     "row bias": (lambda q, k, v, b: SDPA(q, k, v, b[:1]), 4),
     "everything": (
         lambda q, k, v, b, s: attnkit.attention(

@@ -7,6 +7,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from attnkit import _flops
 from attnkit.spec import NO_CACHE, NO_ROTARY, AttentionSpec, CacheArgs, RotaryTables, TensorArgs
 
 BUILT = importlib.util.find_spec("attnkit._C") is not None
@@ -148,6 +149,10 @@ if BUILT:
     _library = torch.library.Library("attnkit", "IMPL")
     for _name in ("cpu_forward", "cpu_backward", "cpu_decode", "cpu_append"):
         _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+
+    _flops.register(
+        torch.ops.attnkit.cpu_forward, torch.ops.attnkit.cpu_backward, torch.ops.attnkit.cpu_decode
+    )
 
     @torch.library.register_fake("attnkit::cpu_forward")
     def _(q, k, v, *rest):

@@ -59,7 +59,7 @@ class GenerationOptions:
             and padding not, is divided by it if positive and multiplied if negative.
         stop: sequences of token ids; a row ends when the last tokens *generated* equal one, which
             is kept and counts like ``eos_id``.
-        seed: of all rows: row b is drawn with seed ``seed + b``.
+        seed: of all rows: row b is drawn with seed ``seed + b``, of 64 bits, as attention's.
         seeds: one for each row.  What a row draws depends on its seed, and not on the batch.
             Without either, seeds are drawn from torch's generator: ``torch.manual_seed`` rules.
 
@@ -100,7 +100,7 @@ class GenerationOptions:
                 _integer(name, getattr(self, name), low)
         for seed in (self.seed, *(self.seeds or ())):
             if seed is not None:
-                _integer("seed", seed, 0, 2**64 - 1, "64 bits")
+                _integer("seed", seed, -(2**63), 2**64 - 1, "64 bits")
         for name in ("early_stopping", "sample"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {describe(getattr(self, name))}, expected a bool")
@@ -164,7 +164,7 @@ class GenerationOptions:
             raise ValueError("stop has an empty sequence, expected 1 or more tokens in each")
         object.__setattr__(self, "stop", stop)
         if self.seeds is not None:
-            object.__setattr__(self, "seeds", _integers("seeds", self.seeds, 0))
+            object.__setattr__(self, "seeds", _integers("seeds", self.seeds, -(2**63)))
         if isinstance(self.eos_id, int):
             _integer("eos_id", self.eos_id, 0)
         elif self.eos_id is not None:

@@ -105,6 +105,16 @@ class PretrainedModel(nn.Module):
                 f"{name} has {tokens.shape[1]} tokens, expected at most {self.config.max_length}, "
                 "the config's max_length"
             )
+        if not tokens.is_cpu or not tokens.numel() or torch.compiler.is_compiling():
+            return  # to look at them would make a GPU wait
+        field = {"src": "src_vocab", "tgt": "tgt_vocab"}.get(name, "vocab_size")
+        low, high = (int(end) for end in tokens.aminmax())
+        if low < 0 or high >= getattr(self.config, field):
+            raise IndexError(
+                f"{name} holds ids from {low} to {high}, expected 0 to "
+                f"{getattr(self.config, field) - 1}: the config's {field} is "
+                f"{getattr(self.config, field)}"
+            )
 
 
 @contextlib.contextmanager

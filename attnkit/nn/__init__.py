@@ -10,6 +10,7 @@ from attnkit.nn.feed_forward import FeedForward
 from attnkit.nn.multihead_attention import MultiheadAttention
 from attnkit.nn.positional import LearnedPositionalEncoding, SinusoidalPositionalEncoding
 from attnkit.nn.relative_bias import RelativePositionBias
+from attnkit.nn.replace import replace_modules
 from attnkit.nn.rotary import RotaryEmbedding
 from attnkit.nn.single_head import SingleHeadAttention
 from attnkit.nn.transformer import (
@@ -35,4 +36,5 @@ __all__ = [
     "TransformerEncoder",
     "TransformerEncoderLayer",
     "alibi_slopes",
+    "replace_modules",
 ]
