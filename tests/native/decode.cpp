@@ -201,6 +201,29 @@ bool test_decode(const attnkit::Kernels& kernels, const ExpectedDecode& x, int t
   return check.passed();
 }
 
+bool test_every_fp8(const attnkit::Kernels& kernels) {
+  Check check(std::string(kernels.name) + ", every e4m3 number");
+  const Case c{.name = "e4m3",
+               .batch = 1,
+               .q_heads = 1,
+               .kv_heads = 1,
+               .lq = 1,
+               .lk = 1,
+               .value_dim = 256,
+               .lengths = {1},
+               .starts = {0}};
+  ExpectedDecode x{make_problem(c), {DType::kFloat32, DType::kFloat8}, {}, {}, {1}, {1}, {}, {}};
+  x.k.assign(c.head_dim, 0);
+  for (int code = 0; code < 256; ++code) x.v.push_back(code);
+  const std::vector<double> found = run(kernels, x, 0, 1).out.values();
+  for (int code = 0; code < 256; ++code) {
+    const double right = from_fp8(static_cast<uint8_t>(code));
+    if (found[code] != right && !(std::isnan(found[code]) && std::isnan(right)))
+      check.fail("code " + std::to_string(code) + " is read as " + std::to_string(found[code]));
+  }
+  return check.passed();
+}
+
 bool test_append(const attnkit::Kernels& kernels, CacheTypes types, int threads) {
   constexpr int64_t kBatch = 2, kHeads = 3, kTokens = 4, kDim = 21, kValueDim = 9, kRotary = 12;
   constexpr int64_t kRows = 8, kWidth = 3, kPages = 7;

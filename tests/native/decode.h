@@ -24,6 +24,9 @@ ExpectedDecode expected_decode(const Case& c, CacheTypes types);
 // With 1 to `threads` threads, in pages of some sizes, and each sequence alone: all the same bits.
 bool test_decode(const attnkit::Kernels& kernels, const ExpectedDecode& x, int threads);
 
+// Every e4m3 number there is, as a value of the only key.
+bool test_every_fp8(const attnkit::Kernels& kernels);
+
 // New tokens in pages, rotated in each way, and nothing else touched.
 bool test_append(const attnkit::Kernels& kernels, CacheTypes types, int threads);
 

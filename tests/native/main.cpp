@@ -59,6 +59,8 @@ int main(int count, char** words) {
     if (wanted("append"))
       each([&](const auto& set) { return native::test_append(set, types, threads); });
   }
+  if (wanted("every e4m3 number"))
+    for (const attnkit::Kernels* set : sets) note(native::test_every_fp8(*set));
   std::printf("%d passed, %d failed on", passed, failed);
   for (const attnkit::Kernels* set : sets) std::printf(" %s", set->name);
   std::printf("\n");

@@ -36,7 +36,7 @@ case $mode in
   aarch64)
     compiler=aarch64-linux-gnu-g++
     flags="-O2 -static"
-    sources+=("${all[@]}")
+    sources+=("${some[@]}")
     run=(qemu-aarch64-static)
     export NATIVE_THREADS=${NATIVE_THREADS:-2}  # emulated threads are slow
     ;;
