@@ -690,6 +690,7 @@ def _counted(request: pytest.FixtureRequest) -> Iterator[None]:
     if emulated.cache_info().currsize:
         launches, threads = torch.ops.attnkit_emulated.counts().split()
         COUNTS.append(f"CUDA emulator ({VARIANT}): {launches} launches, {threads} CUDA threads")
-    reporter = request.config.pluginmanager.getplugin("terminalreporter")
-    for line in COUNTS:
-        reporter.write_line(f"\n{line}")
+    plugins = request.config.pluginmanager
+    with plugins.getplugin("capturemanager").global_and_fixture_disabled():
+        for line in COUNTS:
+            plugins.getplugin("terminalreporter").write_line(f"\n{line}")
