@@ -140,15 +140,16 @@ def measure(found: dict[tuple[str, str], Compiled]) -> list[Row]:
     )
 
 
-def complaints(row: Row, budget: Row | None) -> list[str]:
+def complaints(row: Row, budgets: dict[tuple[str, str], Row]) -> list[str]:
+    budget = budgets.get(row[:2])
     wrong = [f"spills {row.spilled} bytes"] if row.spilled else []
     wrong += [
         f"{row.in_flight} bytes on their way, {machine} asks for {needed(machine):.0f}"
         for machine in (["A100"] if row.arch == "80" else ["H100", "H200"])
         if row.in_flight and row.in_flight < needed(machine)
     ]
-    if budget is None:
-        return [*wrong, "has no budget"]
+    if budget is None:  # a new kernel needs one; an architecture may have none at all so far
+        return [*wrong, "has no budget"] if any(row.arch == arch for _, arch in budgets) else wrong
     wrong += [
         f"{name} {getattr(row, name)}, its budget is {getattr(budget, name)}"
         for name in ("registers", "shared")
@@ -197,7 +198,7 @@ def main() -> int:
     heads = ("kernel", "sm", "regs", "spill", "shared", "blocks", "warps", "in flight", "")
     print(shown.format(*heads))
     for row in rows:
-        wrong = complaints(row, budgets.get(row[:2]))
+        wrong = complaints(row, budgets)
         bad += bool(wrong)
         print(shown.format(*row[:6], 4 * row.blocks, row.in_flight, "; ".join(wrong) or "ok"))
     asked = ", ".join(f"{name} {needed(name):.0f}" for name in MACHINES)

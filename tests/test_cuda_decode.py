@@ -79,10 +79,11 @@ def built(variant: str) -> str:
 def emulated() -> ModuleType:
     """attnkit.backends.cuda over the operators that run in the emulator, on CPU tensors."""
     torch.ops.load_library(LIBRARY or built(VARIANT))
-    spec = importlib.util.find_spec("attnkit.backends.cuda")
+    # a copy of a name of its own: torch.compile looks names up in sys.modules
+    spec = importlib.util.spec_from_file_location("attnkit_emulated", str(cuda.__file__))
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.OPERATORS, module.DEVICE, module.BUILT = torch.ops.attnkit_emulated, "cpu", True
     return module
@@ -671,18 +672,25 @@ def test_sanitizers():
         started[variant] = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-    for variant, process in started.items():
+    for process in started.values():
         said, _ = process.communicate(timeout=900)
         assert process.returncode == 0, said[-6000:]
         passed = re.search(r"(\d+) passed", said)
         assert passed is not None
         assert int(passed[1]) > 200
-        print(f"{variant}: {passed[0]};", *re.findall("CUDA emulator.*", said))
+        COUNTS.extend(f"{line}, {passed[0]}" for line in re.findall("CUDA emulator.*", said))
+
+
+COUNTS: list[str] = []  # what ran in the emulator, shown below the tests
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _counted() -> Iterator[None]:
+def _counted(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if emulated.cache_info().currsize:
         launches, threads = torch.ops.attnkit_emulated.counts().split()
-        print(f"\nCUDA emulator ({VARIANT}): {launches} launches, {threads} CUDA threads")
+        COUNTS.append(f"CUDA emulator ({VARIANT}): {launches} launches, {threads} CUDA threads")
+    plugins = request.config.pluginmanager
+    with plugins.getplugin("capturemanager").global_and_fixture_disabled():
+        for line in COUNTS:
+            plugins.getplugin("terminalreporter").write_line(f"\n{line}")

@@ -99,7 +99,9 @@ def _aligned(t: Tensor) -> bool:
     if t.shape[3] > 1 and t.stride(3) != 1:
         return False
     starts = [s for s, n in zip(t.stride()[:3], t.shape[:3], strict=True) if n > 1]
-    return all(s * size % _UNIT == 0 for s in (*starts, t.storage_offset()))
+    if not torch.compiler.is_dynamo_compiling():  # which cannot trace it; the operator looks again
+        starts.append(t.storage_offset())
+    return all(s * size % _UNIT == 0 for s in starts)
 
 
 def forward(
