@@ -4,6 +4,7 @@
     python bench/compile_matrix.py --write          writes it to bench/results/machine_code.md
     python bench/compile_matrix.py --budgets        compiles the matrix anew and writes its budgets
                                                     to bench/results/machine_code.json
+    python bench/compile_matrix.py --check          compiles it, exits with 1 where one is exceeded
     python bench/compile_matrix.py --full           compiles every combination (hours)
 
 A kernel is compiled as a launch would specialise it: pointers and strides divisible by 16, column
@@ -268,6 +269,22 @@ def attempt(build: Build) -> dict[str, Any]:
         return {"failed": f"{type(error).__name__}: {error}"[:300]}
 
 
+def excess(found: dict[str, Any], budget: dict[str, Any]) -> list[str]:
+    """What is worse than its budget, a sentence each; 2% of room for another version of ptxas."""
+    wrong = [found["failed"]] if "failed" in found else []
+    wrong += [
+        f"{name}: {found[name]}, {budget.get(name, 0)} allowed"
+        for name in ("registers", "spills", "hot spills")
+        if found.get(name, 0) > budget.get(name, 0) * 1.02 + 2
+    ]
+    wrong += [
+        f"{name}: {found.get(name, 0)}, {budget[name]} wanted"
+        for name in ("blocks", "resident", "serial")
+        if found.get(name, 0) < budget.get(name, 0) * 0.98
+    ]
+    return wrong
+
+
 def matrix() -> Iterator[Build]:
     """Each kernel for each architecture, and each feature with them in turn: what CI compiles.
 
@@ -333,9 +350,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--budgets", action="store_true")
+    parser.add_argument("--check", action="store_true")
     parser.add_argument("--full", action="store_true")
     options = parser.parse_args()
-    if options.budgets or options.full:
+    if options.budgets or options.full or options.check:
         builds = [*MAIN, *matrix()]
         if options.full:
             some = itertools.product(
@@ -350,7 +368,14 @@ def main() -> int:
         if options.budgets:
             path = RESULTS / "machine_code.json"
             path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
-        return 0
+        failed = [name for name, numbers in found.items() if "failed" in numbers]
+        if options.check:
+            budgets = json.loads((RESULTS / "machine_code.json").read_text())
+            for name, numbers in found.items():
+                wrong = excess(numbers, budgets.get(name, {"registers": 0}))
+                failed += [f"{name}: {'; '.join(wrong)}"] if wrong else []
+        print(f"{len(builds)} compiled, {len(failed)} wrong", *failed, sep="\n")
+        return int(bool(failed))
     rows = table(MAIN)
     if options.write:
         import triton
