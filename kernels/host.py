@@ -70,7 +70,7 @@ def precision(dtype: torch.dtype) -> str:
     """How products of float32 are taken, as PyTorch's own setting says."""
     if INTERPRETED and dtype == torch.bfloat16:
         return "upcast"
-    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if tf32 and not INTERPRETED else "ieee"
 
 

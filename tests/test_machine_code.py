@@ -75,37 +75,15 @@ BUDGETS = json.loads((ROOT / "bench" / "results" / "machine_code.json").read_tex
 QUICK = "forward sm_90 d64 bf16 right"
 
 
-def within(build, found, budget):
-    """What is worse than its budget, a sentence each; 2% of room for another version of ptxas."""
-    wrong = [found["failed"]] if "failed" in found else []
-    wrong += [
-        f"{name}: {found[name]}, {budget.get(name, 0)} allowed"
-        for name in ("registers", "spills", "hot spills")
-        if found.get(name, 0) > budget.get(name, 0) * 1.02 + 2
-    ]
-    wrong += [
-        f"{name}: {found.get(name, 0)}, {budget[name]} wanted"
-        for name in ("blocks", "resident", "serial")
-        if found.get(name, 0) < budget.get(name, 0) * 0.98
-    ]
-    return wrong
-
-
 def test_the_main_kernel(compile_matrix):
     build = next(b for b in compile_matrix.MAIN if str(b) == QUICK)
-    assert within(build, compile_matrix.attempt(build), BUDGETS[QUICK]) == []
+    assert compile_matrix.excess(compile_matrix.attempt(build), BUDGETS[QUICK]) == []
 
 
-@pytest.mark.slow
-def test_the_matrix(compile_matrix):
+def test_the_budgets_are_those_of_the_matrix(compile_matrix):
+    """`python bench/compile_matrix.py --check` compiles all of them; CI does that."""
     builds = [*compile_matrix.MAIN, *compile_matrix.matrix()]
     assert {str(b) for b in builds} == set(BUDGETS)
-    wrong = {
-        str(b): said
-        for b in builds
-        if (said := within(b, compile_matrix.attempt(b), BUDGETS[str(b)]))
-    }
-    assert wrong == {}
 
 
 def test_goals_of_the_main_kernels():

@@ -252,7 +252,7 @@ def test_the_readme_lists_every_environment_variable_and_there_are_few():
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/troubleshooting.md"])
 def test_the_verbs_that_a_page_names_exist(page):
     phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)
-    named = re.findall(r"(?:^|`)make ([a-z]+(?: [a-z]+)*)", (ROOT / page).read_text(), re.M)
+    named = re.findall(r"(?:^|`)make ([a-z-]+(?: [a-z-]+)*)", (ROOT / page).read_text(), re.M)
     assert named
     assert {verb for line in named for verb in line.split()} <= set(phony.group(1).split())
 

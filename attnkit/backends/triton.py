@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -145,11 +146,17 @@ _N_ARGS = len(TensorArgs._fields)
 _N_SPEC = len(AttentionSpec._fields)
 
 
+def _device_of(q: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensors'."""
+    return torch.cuda.device(q.device) if q.is_cuda else nullcontext()
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     from attnkit.kernels.forward import forward as launch
 
     args, spec = TensorArgs(*rest[:_N_ARGS]), AttentionSpec(*rest[_N_ARGS:])
-    return launch(q, k, v, args, spec)
+    with _device_of(q):
+        return launch(q, k, v, args, spec)
 
 
 def _backward(
@@ -166,7 +173,8 @@ def _backward(
 
     args = TensorArgs(*rest[:_N_ARGS])
     spec = AttentionSpec(*rest[_N_ARGS : _N_ARGS + _N_SPEC])
-    return launch(dout, dlse, q, k, v, out, lse, args, spec, rest[_N_ARGS + _N_SPEC :])
+    with _device_of(q):
+        return launch(dout, dlse, q, k, v, out, lse, args, spec, rest[_N_ARGS + _N_SPEC :])
 
 
 def _decode(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -174,7 +182,8 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
 
     args = TensorArgs(*rest[:_N_ARGS])
     spec = AttentionSpec(*rest[_N_ARGS : _N_ARGS + _N_SPEC])
-    return launch(q, k, v, args, spec, CacheArgs(*rest[_N_ARGS + _N_SPEC :]))
+    with _device_of(q):
+        return launch(q, k, v, args, spec, CacheArgs(*rest[_N_ARGS + _N_SPEC :]))
 
 
 def _like(q: Tensor, last: int) -> Tensor:
