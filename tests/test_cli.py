@@ -60,7 +60,7 @@ def test_info_without_the_extension_says_why(capsys, monkeypatch):
     from attnkit.backends import cpu
 
     monkeypatch.setattr(cpu, "BUILT", False)
-    monkeypatch.setattr(cli, "build_reason", lambda: "no C++ compiler was found")
+    monkeypatch.setattr(cli, "build_reason", lambda *_: "no C++ compiler was found")
     assert cli.main(["info"]) == 0
     assert "  not built: no C++ compiler was found" in lines_of(capsys)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,7 +99,7 @@ def _aligned(t: Tensor) -> bool:
     size = t.element_size()
     if t.shape[3] > 1 and t.stride(3) != 1:
         return False
-    starts = [s for s, n in zip(t.stride()[:3], t.shape[:3], strict=True) if n > 1]
+    starts: list[Any] = [s for s, n in zip(t.stride()[:3], t.shape[:3], strict=True) if n > 1]
     if not torch.compiler.is_dynamo_compiling():  # which cannot trace it; the operator looks again
         starts.append(t.storage_offset())
     return all(s * size % _UNIT == 0 for s in starts)
