@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstring>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -466,6 +467,29 @@ void decode_in_turns(Call& call, const Kernels& set, const Team& team) {
   }
 }
 
+// Keys or values that lie in pages, or in rows chosen by an index, one after the other, for a kernel
+// that knows of neither.
+Array gathered(const Call& call, const Array& cache, int64_t width, std::vector<char>& memory) {
+  const AttentionParams& p = call.p;
+  const int64_t size = cache.dtype == DType::kFloat64 ? 8 : cache.dtype == DType::kFloat32 ? 4 : 2;
+  int64_t rows = 0;
+  for (const Sequence& s : call.sequences) rows = std::max(rows, s.k0 + s.lk);
+  const Array to{nullptr, cache.dtype, p.kv_heads * rows * width, rows * width, width, 1};
+  memory.resize(p.sequences * to.batch * size);
+  const char* from = static_cast<const char*>(cache.data);
+  for (int64_t b = 0; b < p.sequences; ++b)
+    for (int64_t h = 0; h < p.kv_heads; ++h)
+      for (int64_t j = call.sequences[b].k0, n = 0; n < call.sequences[b].lk; ++j, ++n) {
+        const int64_t page = p.pages.table[b * p.pages.width + j / p.pages.rows];
+        const int64_t row = page * cache.batch + h * cache.head + j % p.pages.rows * cache.row;
+        std::memcpy(&memory[(b * to.batch + h * to.head + j * to.row) * size], from + row * size,
+                    width * size);
+      }
+  Array result = to;
+  result.data = memory.data();
+  return result;
+}
+
 std::tuple<Tensor, Tensor> decode(const Tensor& q, const Tensor& k, const Tensor& v,
                                   ATTNKIT_PARAMETERS, const MaybeTensor& starts,
                                   const MaybeTensor& block_table, const MaybeTensor& batch_index,
@@ -479,20 +503,27 @@ std::tuple<Tensor, Tensor> decode(const Tensor& q, const Tensor& k, const Tensor
   Tensor lse = empty<3>({q.size(0), q.size(1), q.size(2)}, lse_dtype(q));
   call.p.out = array_of(out, "out");
   call.p.lse = lse.mutable_data_ptr();
-  const AttentionParams& p = call.p;
+  AttentionParams& p = call.p;
   const bool few = p.q_rows * p.q_heads <= 64 * p.kv_heads;
   const bool readable =
       (p.k.column == 1 || p.head_dim <= 1) && (p.v.column == 1 || p.value_dim <= 1);
-  // only one key after the other, in the place of its sequence, can be packed
-  const bool packable = !block_table.has_value() && !batch_index.has_value() && !quantised(p.k);
-  STD_TORCH_CHECK(readable || packable, "k and v have strides ", p.k.column, " and ", p.v.column,
+  const bool placed = block_table.has_value() || batch_index.has_value();
+  STD_TORCH_CHECK(readable || !(placed || quantised(p.k)), "k and v have strides ", p.k.column,
+                  " and ", p.v.column,
                   " in their last dimension, expected 1 for a paged or quantised cache");
   const Kernels& set = kernels_for(p.q.dtype);
   const Team team = team_for(call.flops);
-  if (readable && (few || !packable))
+  if (readable && (few || quantised(p.k))) {
     decode_in_turns(call, set, team);
-  else
-    set.forward(p, team);
+    return {out, lse};
+  }
+  // the choice may not depend on where keys lie, for that may not change the bits
+  std::vector<char> keys, values;
+  if (placed) {
+    p.k = gathered(call, p.k, p.head_dim, keys);
+    p.v = gathered(call, p.v, p.value_dim, values);
+  }
+  set.forward(p, team);
   return {out, lse};
 }
 
