@@ -362,7 +362,7 @@ class Decode {
   // Few sums would wait for each other: then each is kept in several, of every kWays-th key.
   template <int M, int N>
   ATTNKIT_INLINE void columns(const Places& at, const Places* next, const T* w, T* o, int64_t d) {
-    constexpr int kWays = lesser(kAccumulators / (M * N), 4);
+    constexpr int kWays = M * N >= 8 ? 1 : lesser(8 / (M * N), 4);
     Vec<T> c[kWays][M][N];
 #pragma GCC unroll 4
     for (int way = 1; way < kWays; ++way) clear<M, N, T>(c[way]);

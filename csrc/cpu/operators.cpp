@@ -467,8 +467,8 @@ void decode_in_turns(Call& call, const Kernels& set, const Team& team) {
   }
 }
 
-// Keys or values that lie in pages, or in rows chosen by an index, one after the other, for a kernel
-// that knows of neither.
+// Keys or values that lie in pages, or in rows chosen by an index, one after the other, for a
+// kernel that knows of neither.
 Array gathered(const Call& call, const Array& cache, int64_t width, std::vector<char>& memory) {
   const AttentionParams& p = call.p;
   const int64_t size = cache.dtype == DType::kFloat64 ? 8 : cache.dtype == DType::kFloat32 ? 4 : 2;
