@@ -81,7 +81,7 @@ MUTANTS = [
            "seen = seen & (a == b)", "seen = seen & (a >= b)", "feature and segments"),
     Mutant("segments: a live tile is skipped", "parts.py",
            "some = some & (q_least <= k_most) & (k_least <= q_most)",
-           "some = some & (q_least < k_most) & (k_least < q_most - 1)", "feature and segments"),
+           "some = some & (q_least < k_most) & (k_least < q_most - 1)", "documents"),
     Mutant("blocks: flags of the neighbour", "parts.py",
            "flag = flags + (i // BLOCK) * mask.blocks_row + j // BLOCK",
            "flag = flags + (i // BLOCK) * mask.blocks_row + (j + 1) // BLOCK",

@@ -37,6 +37,7 @@ FEATURES = [
     Case("causal-bottom-right", right=0, bottom_right=True, **{**TINY, "heads": 4, "kv_heads": 2}),
     Case("more-queries", right=0, bottom_right=True, **{**TINY, "queries": 70, "keys": 37}),
     Case("window", left=20, right=5, **TINY),
+    Case("wide-window", left=40, **{**TINY, "queries": 70}),
     Case("negative-window", left=9, right=-3, **TINY),
     Case("lengths", hide="lengths", **{**TINY, "batch": 3}),
     Case("keep", hide="keep", **TINY),
