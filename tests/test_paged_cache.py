@@ -109,9 +109,10 @@ def truth(case, starts=None, left=None):
 @pytest.mark.isa
 @pytest.mark.parametrize("size", [1, 8, 24, 64, 100, 256])
 @pytest.mark.parametrize("stored", [None, *STORED])
-def test_pages_change_no_bit(backend, size, stored):
+@pytest.mark.parametrize("queries", [3, 40])  # 40 of each head in a group are many rows
+def test_pages_change_no_bit(backend, size, stored, queries):
     module = dispatch.BACKENDS[backend]
-    case = build(queries=3, stored=stored)
+    case = build(queries=queries, stored=stored)
     starts = torch.tensor([(3 * i) ** 2 % (i + 70) for i in range(len(LENGTHS))]).int()
     for memory in ("heads first", "slots first"):
         k, v, cache = paged(case, size, memory)
