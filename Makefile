@@ -33,7 +33,7 @@ help:
 	@echo 'make demo      train a Transformer on the kernels, translate dates, write runs/demo/index.html'
 	@echo 'make test      run the tests     (ARGS="-k masks" chooses some, ARGS="-m slow" the long ones)'
 	@echo 'make bench     measure against PyTorch'
-	@echo 'make gpu-check on a machine with a GPU: every Triton kernel against float64, then times, into DIR'
+	@echo 'make gpu-check on a machine with a GPU: every kernel against float64, races, then times, into DIR'
 	@echo 'make info      machine, versions, backends, and why a backend is missing'
 	@echo 'make lint      ruff and clang-format, changing nothing    (make format changes)'
 	@echo 'make types     mypy'
@@ -58,8 +58,13 @@ test: ready-test
 bench: ready-test
 	@$(BIN)/pytest bench -q --benchmark-only $(ARGS)
 
-gpu-check: ready-test
-	@$(PY) bench/gpu_check.py '$(or $(DIR),build/gpu_check)' $(ARGS)
+# With the Python at hand, its PyTorch and its Triton: a machine with a GPU may have no network.
+gpu-check: DIR ?= build/gpu_check
+gpu-check:
+	@mkdir -p '$(DIR)'
+	@$(PYTHON) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e . >'$(DIR)/build.log' 2>&1 || { cat '$(DIR)/build.log'; exit 1; }
+	@$(PYTHON) bench/gpu_check.py '$(DIR)' $(ARGS)
+	@bash -o pipefail -c ".ci/gpu_cuda '$(PYTHON)' 2>&1 | tee '$(DIR)/cuda.log'"
 
 info: ready-demo
 	@$(BIN)/attnkit info $(ARGS)

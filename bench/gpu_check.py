@@ -242,6 +242,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--cases", type=int, default=sys.maxsize, help="only the first cases")
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("there is no GPU that this PyTorch can use: nothing was checked")
+        return 2
     reason = dispatch.BACKENDS["triton"].supports(
         *(torch.zeros(1, 1, 1, 16, device=options.device) for _ in range(3)),
         TensorArgs(), AttentionSpec(1.0),
