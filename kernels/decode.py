@@ -74,13 +74,13 @@ def _scales(cache, page, slot, kv, there):
 
 
 @triton.jit
-def _keys(acc, total, top, q, k, v, step, b, kv, length, n0, hi, position, head, rows_there,
+def _keys(acc, total, top, q, k, v, step, b, kv, n0, first, hi, position, head, rows_there,
           D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
           BLOCK_N: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, CAREFUL: tl.constexpr,
           HOW: tl.constexpr):  # fmt: skip
-    """Keys n0 to n0 + BLOCK_N, less those at or past hi."""
+    """Keys n0 to n0 + BLOCK_N, less those before `first` and those at or past hi."""
     j = n0 + tl.arange(0, BLOCK_N)
-    there = j < hi
+    there = (j >= first) & (j < hi)
     if step.starts is not None:
         there = there & (j >= tl.load(step.starts + b))
     if step.keep is not None:
@@ -145,7 +145,7 @@ def decode_kernel(q, q_batch, q_head, q_row, k, v, part, part_lse, step, heads, 
                   HOW: tl.constexpr):  # fmt: skip
     """One chunk of SIZE keys for BLOCK_M of the queries * group rows of a head of keys.
 
-    Grid (splits, row tiles, B * Hkv folded into the third and second).  part: float32
+    Grid: splits * row tiles * Hkv * B programs, splits innermost.  part: float32
     [B, Hq, Lq, splits, DV]; part_lse: float32 [B, Hq, Lq, splits].  MANY: more than one query.
     """
     split = tl.program_id(0) % splits
@@ -161,15 +161,16 @@ def decode_kernel(q, q_batch, q_head, q_row, k, v, part, part_lse, step, heads, 
     query = row // group
     head = kv * group + row % group
     position = length - queries + query
-    lo = split * SIZE
-    hi = tl.minimum(lo + SIZE, length)
+    first = split * SIZE
+    hi = tl.minimum(first + SIZE, length)
     if step.right is not None:
         hi = tl.minimum(
             hi, length - queries + (tile * BLOCK_M + BLOCK_M - 1) // group + step.right + 1
         )
     if step.left is not None:
-        first = length - queries + tile * BLOCK_M // group - step.left
-        lo = tl.maximum(lo, tl.maximum(first, 0) // BLOCK_N * BLOCK_N)
+        # no row sees a key before it, whose slot or page may hold anything
+        first = tl.maximum(first, length - queries + tile * BLOCK_M // group - step.left)
+    lo = first // BLOCK_N * BLOCK_N
     q_at = b.to(tl.int64) * q_batch + head.to(tl.int64) * q_head + query.to(tl.int64) * q_row
     columns = tl.arange(0, BLOCK_D)
     q_there = rows_there[:, None] & (columns[None, :] < D)
@@ -179,7 +180,7 @@ def decode_kernel(q, q_batch, q_head, q_row, k, v, part, part_lse, step, heads, 
     top = tl.full([BLOCK_M], -INF, tl.float32)
     for n0 in tl.range(lo, hi, BLOCK_N):
         acc, total, top = _keys(
-            acc, total, top, q_tile, k, v, step, b, kv, length, n0, hi, position, head, rows_there,
+            acc, total, top, q_tile, k, v, step, b, kv, n0, first, hi, position, head, rows_there,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, FP8, False, HOW,
         )  # fmt: skip
     if MANY:
@@ -191,7 +192,7 @@ def decode_kernel(q, q_batch, q_head, q_row, k, v, part, part_lse, step, heads, 
             top = tl.full([BLOCK_M], -INF, tl.float32)
             for n0 in tl.range(lo, hi, BLOCK_N, num_stages=1):
                 acc, total, top = _keys(
-                    acc, total, top, q_tile, k, v, step, b, kv, length, n0, hi, position, head,
+                    acc, total, top, q_tile, k, v, step, b, kv, n0, first, hi, position, head,
                     rows_there, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, FP8, True, HOW,
                 )  # fmt: skip
     some = total != 0.0

@@ -297,6 +297,26 @@ def test_room_changes_no_bit_of_decoding(backend):
     assert torch.equal(small[1], large[1])
 
 
+@pytest.mark.parametrize("queries", [1, 3])
+def test_nothing_before_the_window_of_a_decoding_step_is_read(backend, queries):
+    """Those keys may be gone: NaN in their slots, no page in the table."""
+    q, k, v, lengths, cache, k64, v64 = in_cache(lengths=(300, 37), queries=queries, page=8)
+    table = cache.block_table.clone()
+    for b, length in enumerate(lengths.tolist()):
+        before = length - queries - 10  # of the first query, which sees 10 keys before its own
+        for slot in range(before):
+            page = table[b, slot // 8].item()
+            k[page, :, slot % 8] = v[page, :, slot % 8] = math.nan
+        table[b, : before // 8] = -1
+    how = AttentionSpec(0.25, left=10, right=0, bottom_right=True)
+    args = TensorArgs(lengths=lengths)
+    cache = cache._replace(block_table=table)
+    out, lse = dispatch.BACKENDS[backend].decode(q, k, v, args, how, cache)
+    want = dispatch.BACKENDS["reference"].decode(q.double(), k64, v64, args, how)
+    torch.testing.assert_close(out.double(), want[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), want[1], atol=1e-5, rtol=1e-5)
+
+
 def test_decoding_by_operator():
     q, k, v, lengths, cache, *_ = in_cache(page=16, stored=torch.int8, lengths=(20, 9))
     args = TensorArgs(lengths=lengths)
