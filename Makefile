@@ -12,7 +12,7 @@ MODE ?= plain
 
 BIN := $(VENV)/bin
 PY := $(BIN)/python
-SOURCES := find csrc tests/native tests/cuda_emulator -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh' \)
+FORMATTED := find csrc tests/native tests/cuda_emulator -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh' \)
 PIP := $(PY) -m pip --disable-pip-version-check
 STAMPS := $(VENV)/stamps
 TORCH_STAMP := $(STAMPS)/torch-$(shell printf '%s %s' '$(TORCH)' '$(TORCH_INDEX)' | cksum | tr ' ' '-')
@@ -72,13 +72,13 @@ info: ready-demo
 lint: ready-lint
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(SOURCES) | xargs $(BIN)/clang-format --dry-run -Werror
+	@$(FORMATTED) | xargs $(BIN)/clang-format --dry-run -Werror
 	@echo 'lint: clean'
 
 format: ready-lint
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
-	@$(SOURCES) | xargs $(BIN)/clang-format -i
+	@$(FORMATTED) | xargs $(BIN)/clang-format -i
 
 types: ready-types
 	@$(BIN)/mypy
