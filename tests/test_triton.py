@@ -13,6 +13,8 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import attnkit
 from attnkit import dispatch, testing
@@ -364,6 +366,18 @@ def test_operators(case):
     needs = (True, True, True, x.args.bias is not None, x.args.sinks is not None)
     arguments = (x.dout, x.dlse, *x[:3], out, lse, *x.args, *x.spec, *needs)
     torch.library.opcheck(OPS.triton_backward.default, arguments)
+
+
+def test_modes_see_operators(backend):
+    """Flop counters, checkpoint policies and fake tensors are told of a call outside a graph."""
+    q = torch.randn(1, 2, 20, 16, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        attnkit.attention(q, q, q).sum().backward()
+    product = 2 * 2 * 20 * 20 * 16
+    assert counter.get_total_flops() == (2 + 5) * product
+    with FakeTensorMode():
+        fake = torch.empty(1, 2, 20, 16)
+        assert attnkit.attention(fake, fake, fake).shape == q.shape
 
 
 def test_a_model_compiles_to_one_graph(backend):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnkit import _flops
 from attnkit.spec import NO_CACHE, AttentionSpec, CacheArgs, TensorArgs
 
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -24,6 +25,7 @@ _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _LARGEST_DIM = 512
 _LONGEST = 1 << 30  # positions are 32-bit numbers, and so are their differences
 _tracing = torch.compiler.is_dynamo_compiling
+_modes = torch._C._len_torch_dispatch_stack
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec) -> str | None:
@@ -96,7 +98,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
     """out [B, Hq, Lq, Dv] and lse [B, Hq, Lq]."""
-    call = torch.ops.attnkit.triton_forward.default if _tracing() else _forward
+    call = torch.ops.attnkit.triton_forward.default if _watched(q) else _forward
     return call(q, k, v, *args, *spec)  # type: ignore[no-any-return]
 
 
@@ -114,7 +116,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of q, k, v, bias (size 1 where it was broadcast), sinks; None where not wanted."""
     needs = (*needs[:3], needs[3] and args.bias is not None, needs[4] and args.sinks is not None)
-    call = torch.ops.attnkit.triton_backward.default if _tracing() else _backward
+    call = torch.ops.attnkit.triton_backward.default if _watched(q) else _backward
     grads = call(dout, dlse, q, k, v, out, lse, *args, *spec, *needs)
     dq, dk, dv, dbias, dsinks = (
         g if wanted else None for g, wanted in zip(grads, needs, strict=True)
@@ -131,7 +133,7 @@ def decode(
     cache: CacheArgs = NO_CACHE,
 ) -> tuple[Tensor, Tensor]:
     """Attention of new queries over a cache k, v [N, Hkv, S, .] of args.lengths keys."""
-    call = torch.ops.attnkit.triton_decode.default if _tracing() else _decode
+    call = torch.ops.attnkit.triton_decode.default if _watched(q) else _decode
     return call(q, k, v, *args, *spec, *cache)  # type: ignore[no-any-return]
 
 
@@ -144,6 +146,14 @@ def append(*arguments: Any) -> None:
 
 _N_ARGS = len(TensorArgs._fields)
 _N_SPEC = len(AttentionSpec._fields)
+
+
+def _watched(q: Tensor) -> bool:
+    """Whether someone has to see an operator: a tracer, a dispatch mode or a tensor's own class.
+
+    Else a call is spared what PyTorch's dispatcher takes for an operator written in Python.
+    """
+    return _tracing() or _modes() > 0 or type(q) is not Tensor
 
 
 def _device_of(q: Tensor) -> AbstractContextManager[Any]:
@@ -253,3 +263,8 @@ for _name, _run, _fake in (
     # gradients are recorded above, by the one autograd Function
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"attnkit::{_name}", _fake, lib=_library)
+_flops.register(
+    torch.ops.attnkit.triton_forward,
+    torch.ops.attnkit.triton_backward,
+    torch.ops.attnkit.triton_decode,
+)
