@@ -18,7 +18,7 @@ _TABLE = len(TensorArgs._fields + AttentionSpec._fields) + CacheArgs._fields.ind
 
 
 def register(forward: Any, backward: Any, decode: Any) -> None:
-    """Give the three operators (packets) their formulae."""
+    """Give the operators (packets) of a backend their formulae; None where there is no backward."""
 
     @register_flop_formula(forward, get_raw=True)
     def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
@@ -29,6 +29,9 @@ def register(forward: Any, backward: Any, decode: Any) -> None:
         table = rest[_TABLE] if len(rest) > _TABLE else None  # defaults at the end are left out
         pages = 1 if table is None else table.shape[1]
         return _pairs(q, k, rest) * pages * 2 * (q.shape[3] + v.shape[3])
+
+    if backward is None:
+        return
 
     @register_flop_formula(backward, get_raw=True)
     def _(dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import attnkit
-from attnkit import dispatch, masks
+from attnkit import _gpu, dispatch, masks
 
 SDPA = attnkit.scaled_dot_product_attention
 NEAR = {
@@ -586,6 +587,14 @@ def test_a_reason_is_given_for_a_device_without_kernels():
         pytest.raises(NotImplementedError, match="backend 'cpu' cannot serve this call: "),
     ):
         SDPA(q, q, q)
+
+
+@pytest.mark.parametrize(("major", "served"), [(7, False), (8, True), (12, True)])
+def test_the_age_of_a_gpu_is_asked(major, served, monkeypatch):
+    found = SimpleNamespace(major=major, minor=5)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    reason = _gpu.too_old(torch.device("cuda", 1))
+    assert reason == (None if served else "cuda:1 is sm_75, older than sm_80 (A100)")
 
 
 def test_use_backend_nests_decorates_and_restores(ran):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnkit import _flops, _gpu
 from attnkit.spec import NO_CACHE, NO_ROTARY, AttentionSpec, CacheArgs, RotaryTables, TensorArgs
 
 BUILT = importlib.util.find_spec("attnkit._C_cuda") is not None
@@ -56,24 +57,24 @@ def supports_decode(
 
 def supports_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
     """None, or why these kernels cannot write k and v into the cache."""
-    reason = _missing(k)
+    reason = _missing(k, "k")
     if reason is None and k.dtype not in _DTYPES:
         return f"dtype {k.dtype} is not float32, bfloat16 or float16"
     return reason
 
 
-def _missing(t: Tensor) -> str | None:
+def _missing(t: Tensor, name: str) -> str | None:
     if not BUILT:
         return "attnkit was installed without its CUDA extension (see `attnkit info`)"
     if DEVICE == "cuda" and torch.version.cuda is None:
         return "this PyTorch is built without CUDA"
     if t.device.type != DEVICE:
-        return f"query is on {t.device}, not on {DEVICE}"
-    return None
+        return f"{name} is on {t.device}, not on {DEVICE}"
+    return _gpu.too_old(t.device) if t.is_cuda else None
 
 
 def _against(q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec) -> str | None:
-    reason = _missing(q)
+    reason = _missing(q, "query")
     if reason is not None:
         return reason
     if q.dtype not in _DTYPES:
@@ -186,3 +187,4 @@ def register_fakes(namespace: str) -> torch.library.Library:
 
 if BUILT and torch.version.cuda is not None:
     _library = register_fakes("attnkit")
+    _flops.register(OPERATORS.cuda_forward, None, OPERATORS.cuda_decode)

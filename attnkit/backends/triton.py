@@ -9,13 +9,12 @@ from __future__ import annotations
 import importlib.util
 import os
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnkit import _flops
+from attnkit import _flops, _gpu
 from attnkit.spec import NO_CACHE, AttentionSpec, CacheArgs, TensorArgs
 
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -41,7 +40,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionS
     if q.dtype not in _DTYPES:
         return f"dtype {q.dtype} is not float32, bfloat16 or float16"
     if q.is_cuda:
-        reason = _too_old(q.device)
+        reason = _gpu.too_old(q.device)
         if reason is not None:
             return reason
     if q.shape[3] > _LARGEST_DIM or v.shape[3] > _LARGEST_DIM:
@@ -81,17 +80,6 @@ def supports_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> s
 
 def _readable(*tensors: Tensor) -> bool:
     return all(t.stride(-1) == 1 or t.shape[-1] <= 1 for t in tensors)
-
-
-@lru_cache(maxsize=64)
-def _too_old(device: torch.device) -> str | None:
-    """Why a GPU cannot run the kernels, or None."""
-    if torch.version.hip is not None:
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return f"{device} is sm_{major}{minor}, older than sm_80 (A100)"
-    return None
 
 
 def forward(

@@ -1,0 +1,16 @@
+"""What a GPU has to be for the kernels of attnkit."""
+
+from __future__ import annotations
+
+import torch
+
+
+def too_old(device: torch.device) -> str | None:
+    """Why a CUDA device is not served, or None.  One of AMD is not asked for its age."""
+    if torch.version.hip is not None:
+        return None
+    # not get_device_capability: Dynamo takes the properties for constants, that for a node
+    found = torch.cuda.get_device_properties(device)
+    if found.major < 8:
+        return f"{device} is sm_{found.major}{found.minor}, older than sm_80 (A100)"
+    return None
