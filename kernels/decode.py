@@ -78,9 +78,11 @@ def _keys(acc, total, top, q, k, v, step, b, kv, n0, first, hi, position, head, 
           D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
           BLOCK_N: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, CAREFUL: tl.constexpr,
           HOW: tl.constexpr):  # fmt: skip
-    """Keys n0 to n0 + BLOCK_N, less those before `first` and those at or past hi."""
+    """Keys n0 to n0 + BLOCK_N, less those at or past hi and, in a window, those before first."""
     j = n0 + tl.arange(0, BLOCK_N)
-    there = (j >= first) & (j < hi)
+    there = j < hi
+    if step.left is not None:
+        there = there & (j >= first)
     if step.starts is not None:
         there = there & (j >= tl.load(step.starts + b))
     if step.keep is not None:
@@ -161,16 +163,17 @@ def decode_kernel(q, q_batch, q_head, q_row, k, v, part, part_lse, step, heads, 
     query = row // group
     head = kv * group + row % group
     position = length - queries + query
-    first = split * SIZE
-    hi = tl.minimum(first + SIZE, length)
+    lo = split * SIZE
+    first = lo
+    hi = tl.minimum(lo + SIZE, length)
     if step.right is not None:
         hi = tl.minimum(
             hi, length - queries + (tile * BLOCK_M + BLOCK_M - 1) // group + step.right + 1
         )
     if step.left is not None:
         # no row sees a key before it, whose slot or page may hold anything
-        first = tl.maximum(first, length - queries + tile * BLOCK_M // group - step.left)
-    lo = first // BLOCK_N * BLOCK_N
+        first = tl.maximum(lo, length - queries + tile * BLOCK_M // group - step.left)
+        lo = first // BLOCK_N * BLOCK_N
     q_at = b.to(tl.int64) * q_batch + head.to(tl.int64) * q_head + query.to(tl.int64) * q_row
     columns = tl.arange(0, BLOCK_D)
     q_there = rows_there[:, None] & (columns[None, :] < D)
