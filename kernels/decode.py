@@ -124,7 +124,7 @@ def _keys(acc, total, top, q, k, v, step, b, kv, n0, first, hi, position, head, 
     if v.scale is not None:
         # the largest scale is taken out: weights stay near 1, where 16 bits are finest
         scales = _scales(v, page, slot, kv, there)
-        largest = tl.max(tl.where(scales == scales, scales, 0.0), 0)
+        largest = tl.max(tl.where(scales == scales, tl.abs(scales), 0.0), 0)
         p = tl.where(seen, p * (scales / tl.where(largest > 0.0, largest, 1.0))[None, :], 0.0)
         found = tl.zeros_like(acc)
         if CAREFUL:

@@ -319,6 +319,16 @@ def test_nothing_before_the_window_of_a_decoding_step_is_read(backend, queries):
     torch.testing.assert_close(lse.double(), want[1], atol=1e-5, rtol=1e-5)
 
 
+def test_scales_of_a_cache_may_be_negative(backend):
+    q, k, v, lengths, cache, k64, v64 = in_cache(stored=torch.int8)
+    cache = cache._replace(k_scale=-cache.k_scale, v_scale=-cache.v_scale)
+    how = AttentionSpec(0.25, right=0, bottom_right=True)
+    args = TensorArgs(lengths=lengths)
+    out, _lse = dispatch.BACKENDS[backend].decode(q, k, v, args, how, cache)
+    want = dispatch.BACKENDS["reference"].decode(q.double(), -k64, -v64, args, how)
+    torch.testing.assert_close(out.double(), want[0], atol=1e-5, rtol=1e-5)
+
+
 def test_decoding_by_operator():
     q, k, v, lengths, cache, *_ = in_cache(page=16, stored=torch.int8, lengths=(20, 9))
     args = TensorArgs(lengths=lengths)
