@@ -130,7 +130,7 @@ def status() -> dict[str, str | None]:
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     answers: dict[str, str | None] = {}
     for device in devices:  # one that serves a small call on any device is usable
-        x = torch.zeros(1, 1, 1, 8, device=device)
+        x = torch.zeros(1, 1, 1, 64, device=device)  # a head dim that every backend has
         for name, reason in explain(x, x, x, TensorArgs(), AttentionSpec(1.0)).items():
             if name not in answers or reason is None:
                 answers[name] = reason

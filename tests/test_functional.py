@@ -12,6 +12,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import attnkit
 from attnkit import _gpu, dispatch, masks
+from attnkit.backends import cuda
 
 SDPA = attnkit.scaled_dot_product_attention
 NEAR = {
@@ -595,6 +596,11 @@ def test_the_age_of_a_gpu_is_asked(major, served, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     reason = _gpu.too_old(torch.device("cuda", 1))
     assert reason == (None if served else "cuda:1 is sm_75, older than sm_80 (A100)")
+
+
+def test_a_backend_that_is_there_is_available(monkeypatch):
+    monkeypatch.setattr(cuda, "_missing", lambda *_: None)
+    assert "cuda" in attnkit.available_backends()
 
 
 def test_use_backend_nests_decorates_and_restores(ran):
