@@ -74,7 +74,12 @@ def check_rows(q: Tensor, key: Tensor, value: Tensor, cache: CacheArgs) -> int:
     if index is not None:
         _checks.per_sequence("batch_index", index, torch.int32, (q.shape[0],), q)
         return key.shape[2]
-    width = table.shape[1] if isinstance(table, Tensor) and table.dim() == 2 else 0
+    if isinstance(table, Tensor) and table.dim() != 2:
+        raise RuntimeError(
+            f"block_table has shape {tuple(table.shape)}, expected ({q.shape[0]}, pages of a "
+            "sequence)"
+        )
+    width = table.shape[1] if isinstance(table, Tensor) else 0
     _checks.per_sequence("block_table", table, torch.int32, (q.shape[0], width), q)
     return width * key.shape[2]
 

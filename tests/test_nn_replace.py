@@ -218,3 +218,8 @@ def test_mask_check_is_kept(mask_check):
         got = encoder.eval()(x, src_key_padding_mask=hidden)
         alone = encoder(x[:1, 1:])
     torch.testing.assert_close(got[:1, 1:], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(TypeError, match=r"model is int 3, expected a torch\.nn\.Module"):
+        replace_modules(3)

@@ -394,7 +394,7 @@ def test_wrong_calls():
         ({"key_scale": None}, TypeError, "key_scale"),
         ({"value_scale": cache.v_scale[1:]}, RuntimeError, "value_scale"),
         ({"block_table": cache.block_table.long()}, TypeError, "block_table"),
-        ({"block_table": cache.block_table[0]}, RuntimeError, "block_table"),
+        ({"block_table": cache.block_table[0]}, RuntimeError, "expected .*, pages of a sequence"),
         ({"batch_index": ids}, ValueError, "batch_index"),
         ({"starts": ids.long()}, TypeError, "starts"),
         ({"keep": torch.ones(2, 3, dtype=torch.bool)}, RuntimeError, "keep"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from attnkit.masks import describe
 from attnkit.nn import transformer
 from attnkit.nn.multihead_attention import MultiheadAttention
 
@@ -31,7 +32,12 @@ def replace_modules(model: nn.Module) -> list[str]:
     Returns:
         Names of the modules that were replaced, in the order of ``model.named_modules()``; "" is
         the model itself.
+
+    Raises:
+        TypeError: model is not a module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {describe(model)}, expected a torch.nn.Module")
     replaced = []
     for name, module in model.named_modules():
         found = type(module)
