@@ -419,7 +419,9 @@ def test_the_same_seed_drops_the_same_weights():
     q, k, v = (torch.randn(2, 3, 20, 8) for _ in range(3))
     for seed in (12345, torch.tensor([12345]), 2**64 - 3, torch.tensor(-3)):
         outs = []
-        for name in attnkit.available_backends():
+        for name, reason in attnkit.explain(q, k, v, dropout_p=0.4).items():
+            if reason is not None:
+                continue
             with attnkit.use_backend(name):
                 outs.append(attnkit.attention(q, k, v, dropout_p=0.4, seed=seed))
         weights = attnkit.attention_weights(q, k, dropout_p=0.4, seed=seed)
