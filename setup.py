@@ -38,6 +38,7 @@ FLAGS = [
     "-fno-math-errno",
     "-ffp-contract=fast",
     "-Wno-psabi",
+    f"-ffile-prefix-map={ROOT}{os.sep}=",  # errors name their source file, not where it was built
     f"-DTORCH_TARGET_VERSION={TORCH_TARGET}",
 ]
 # Machine code for these; PTX of the last one for what comes later.  TORCH_CUDA_ARCH_LIST, which
