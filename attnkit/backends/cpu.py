@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attnkit import _flops
+from attnkit._layout import empty_like, readable
 from attnkit.spec import NO_CACHE, NO_ROTARY, AttentionSpec, CacheArgs, RotaryTables, TensorArgs
 
 BUILT = importlib.util.find_spec("attnkit._C") is not None
@@ -57,7 +58,7 @@ def supports_decode(
 ) -> str | None:
     """None, or why these kernels cannot serve the decoding step."""
     located = cache.block_table is not None or cache.batch_index is not None
-    if (located or cache.k_scale is not None) and not _readable(k, v):
+    if (located or cache.k_scale is not None) and not readable(k, v):
         return "a paged or quantised cache is not contiguous in its last dimension"
     return supports(q, k, v, args, spec)
 
@@ -65,10 +66,6 @@ def supports_decode(
 def supports_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
     """None, or why these kernels cannot write k and v into the cache."""
     return supports(k, k, v, TensorArgs(), AttentionSpec(1.0))
-
-
-def _readable(*tensors: Tensor) -> bool:
-    return all(t.stride(-1) == 1 or t.shape[-1] <= 1 for t in tensors)
 
 
 def forward(
@@ -129,14 +126,6 @@ def append(
     call(k, v, k_cache, v_cache, *scales, lengths, table, index, *rotary)
 
 
-def _like(q: Tensor, last: int) -> Tensor:
-    """An empty [B, H, L, last] in the layout that the kernels give their output."""
-    b, h, n = q.shape[:3]
-    if h > 1 and n > 1 and q.stride(1) < q.stride(2):
-        return q.new_empty((b, n, h, last)).transpose(1, 2)
-    return q.new_empty((b, h, n, last))
-
-
 def _lse(q: Tensor) -> Tensor:
     return q.new_empty(
         q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -156,11 +145,11 @@ if BUILT:
 
     @torch.library.register_fake("attnkit::cpu_forward")
     def _(q, k, v, *rest):
-        return _like(q, v.shape[-1]), _lse(q)
+        return empty_like(q, v.shape[-1]), _lse(q)
 
     @torch.library.register_fake("attnkit::cpu_decode")
     def _(q, k, v, *rest):
-        return _like(q, v.shape[-1]), _lse(q)
+        return empty_like(q, v.shape[-1]), _lse(q)
 
     @torch.library.register_fake("attnkit::cpu_append")
     def _(k, v, k_cache, v_cache, *rest):
@@ -178,9 +167,9 @@ if BUILT:
             shape = [1 if bias.stride(d) == 0 else bias.shape[d] for d in range(4)]
             dbias = bias.new_empty(shape)
         return (
-            _like(q, q.shape[-1]) if want_dq else none(),
-            _like(k, k.shape[-1]) if want_dk else none(),
-            _like(v, v.shape[-1]) if want_dv else none(),
+            empty_like(q, q.shape[-1]) if want_dq else none(),
+            empty_like(k, k.shape[-1]) if want_dk else none(),
+            empty_like(v, v.shape[-1]) if want_dv else none(),
             dbias,
             torch.empty_like(sinks) if want_dsinks else none(),
         )

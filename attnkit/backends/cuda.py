@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnkit import _flops, _gpu
+from attnkit._layout import empty_like
 from attnkit.spec import NO_CACHE, NO_ROTARY, AttentionSpec, CacheArgs, RotaryTables, TensorArgs
 
 BUILT = importlib.util.find_spec("attnkit._C_cuda") is not None
@@ -161,16 +162,8 @@ def append(
     OPERATORS.cuda_append(k, v, k_cache, v_cache, *scales, lengths, table, index, *rotary)
 
 
-def _like(q: Tensor, last: int) -> Tensor:
-    """An empty [B, H, L, last] in the layout that the kernels give their output."""
-    b, h, n = q.shape[:3]
-    if h > 1 and n > 1 and q.stride(1) < q.stride(2):
-        return q.new_empty((b, n, h, last)).transpose(1, 2)
-    return q.new_empty((b, h, n, last))
-
-
 def _attention_fake(q, k, v, *rest):  # type: ignore[no-untyped-def]
-    return _like(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_like(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def register_fakes(namespace: str) -> torch.library.Library:

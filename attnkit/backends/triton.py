@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attnkit import _flops, _gpu
+from attnkit._layout import empty_like, readable
 from attnkit.spec import NO_CACHE, AttentionSpec, CacheArgs, TensorArgs
 
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -68,7 +69,7 @@ def supports_decode(
     if spec.dropout_p > 0 or args.bias is not None:
         return "decoding goes without dropout and a dense mask"
     located = cache.block_table is not None or cache.batch_index is not None
-    if (located or cache.k_scale is not None) and not _readable(k, v):
+    if (located or cache.k_scale is not None) and not readable(k, v):
         return "a paged or quantised cache is not contiguous in its last dimension"
     return supports(q, k, v, args, spec)
 
@@ -76,10 +77,6 @@ def supports_decode(
 def supports_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
     """None, or why these kernels cannot write k and v into the cache."""
     return "there is no Triton kernel that writes into a cache: PyTorch's own indexing does it"
-
-
-def _readable(*tensors: Tensor) -> bool:
-    return all(t.stride(-1) == 1 or t.shape[-1] <= 1 for t in tensors)
 
 
 def forward(
@@ -184,16 +181,8 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
         return launch(q, k, v, args, spec, CacheArgs(*rest[_N_ARGS + _N_SPEC :]))
 
 
-def _like(q: Tensor, last: int) -> Tensor:
-    """An empty [B, H, L, last] in the layout that the kernels give their output."""
-    b, h, n = q.shape[:3]
-    if h > 1 and n > 1 and q.stride(1) < q.stride(2):
-        return q.new_empty((b, n, h, last)).transpose(1, 2)
-    return q.new_empty((b, h, n, last))
-
-
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _like(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_like(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _fake_backward(
@@ -217,9 +206,9 @@ def _fake_backward(
     if want_dbias:
         dbias = bias.new_empty([1 if bias.stride(d) == 0 else bias.shape[d] for d in range(4)])
     return (
-        _like(q, q.shape[-1]) if want_dq else none(),
-        _like(k, k.shape[-1]) if want_dk else none(),
-        _like(v, v.shape[-1]) if want_dv else none(),
+        empty_like(q, q.shape[-1]) if want_dq else none(),
+        empty_like(k, k.shape[-1]) if want_dk else none(),
+        empty_like(v, v.shape[-1]) if want_dv else none(),
         dbias,
         torch.empty_like(sinks) if want_dsinks else none(),
     )
