@@ -18,7 +18,7 @@ namespace emulator {
 
 Options options;
 std::string last_error;
-long launches, threads;
+long launches, threads, attributes;
 
 namespace {
 
@@ -334,8 +334,14 @@ void fence() {
   release(&fence_tag);
 }
 
+cudaError_t get_device(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+
 cudaError_t set_attribute(const void* kernel, cudaFuncAttribute attribute, int value) {
   constexpr int kMost = 227 << 10;  // of an sm_90
+  ++attributes;
   if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize) {
     if (value > kMost) return cudaErrorInvalidValue;
     shared_limit[kernel] = value;
