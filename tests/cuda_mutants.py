@@ -3,11 +3,11 @@
     python tests/cuda_mutants.py [words of labels...] [--list] [--jobs N] [--trust]
 
 Each mutant is one replacement in csrc/cuda.  The kernels of head dim 64 are compiled with it, and
-the emulated tests of tests/test_cuda_decode.py run: plain, in three orders of blocks and threads;
-then, while nothing was noticed, under ASan and UBSan, and under TSan (which comes first for a
-barrier that is missing).  Prints which run caught it
-and by what.  Exits with 1 if one survives, with 2 if a text to replace is not there once, or if
-the tests fail without any bug.
+the emulated tests of test_cuda_decode.py and test_cuda_extend.py run: plain, in three orders of
+blocks and threads; then, while nothing was noticed, under ASan and UBSan, and under TSan (which
+comes first for a barrier that is missing).  Prints which run caught it and by what.  Exits with 1
+if one survives, with 2 if a text to replace is not there once, or if the tests fail without any
+bug.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "cuda_emulator"))
 import build  # noqa: E402  (its folder is no package)
 
+TESTS = [str(ROOT / "tests" / f"test_cuda_{name}.py") for name in ("decode", "extend")]
 TIMEOUT = 900  # seconds for one run
 ONE_DIM = "-DATTNKIT_HEAD_DIMS(X)=X(64, 64)"
 SOURCES = ("few", "merge", "append", "plan")
@@ -446,7 +447,7 @@ def run_tests(library: Path, variant: str, words: str) -> str:
     chosen = f"emulated and ({words})" if words else "emulated"
     # -s: or a sanitizer's report would go with the output that is captured
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-x", "-p", "no:cacheprovider",
-               "--tb=short", "-k", chosen, str(ROOT / "tests/test_cuda_decode.py")]  # fmt: skip
+               "--tb=short", "-k", chosen, *TESTS]  # fmt: skip
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT

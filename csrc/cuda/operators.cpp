@@ -25,6 +25,7 @@ struct Options {
 extern Options options;
 extern std::string last_error;
 extern long launches, threads, attributes;
+void hide(void* p, size_t bytes);
 }  // namespace emulator
 #else
 #include <Python.h>
@@ -474,6 +475,7 @@ std::tuple<Tensor, Tensor> forward_operator(const Tensor& q, const Tensor& k, co
 }
 
 #ifdef ATTNKIT_EMULATED
+void hide(const Tensor& t) { emulator::hide(t.mutable_data_ptr(), t.numel() * t.element_size()); }
 void set_order(int64_t order) { emulator::options.order = static_cast<unsigned>(order); }
 std::string counts() {
   return std::to_string(emulator::launches) + " " + std::to_string(emulator::threads) + " " +
@@ -501,6 +503,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(ATTNKIT_NAMESPACE, m) {
   m.def("cuda_extend(" ATTNKIT_EXTEND_ARGUMENTS ", int splits=0) -> (Tensor out, Tensor lse)");
 #ifdef ATTNKIT_EMULATED
   m.def("set_order(int order) -> ()");
+  m.def("hide(Tensor t) -> ()");
+  m.impl("hide", TORCH_BOX(&attnkit::cuda::hide));
   m.def("counts() -> str");
   m.impl("set_order", TORCH_BOX(&attnkit::cuda::set_order));
   m.impl("counts", TORCH_BOX(&attnkit::cuda::counts));

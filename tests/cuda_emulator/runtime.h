@@ -77,6 +77,7 @@ T reduce(unsigned mask, T value, F combine, Place place) {
 }
 
 // ---- memory
+void hide(void* p, size_t bytes);  // whole pages, which from now on only running kernels may touch
 void fence();
 void copy_async(void* to, const void* from, size_t bytes, size_t zeros, Place place);
 void commit_copies();
