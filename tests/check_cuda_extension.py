@@ -17,9 +17,8 @@ import attnkit
 from attnkit.backends import cpu, cuda
 from attnkit.spec import AttentionSpec, CacheArgs, TensorArgs
 
-
-# What a launch needs of CUDA's runtime.  Anything that allocates, copies to the host or waits for the
-# device would be seen here, and would keep a call from being captured in a CUDA graph.
+# What a launch needs of CUDA's runtime.  Anything that allocates, copies to the host or waits for
+# the device would be seen here, and would keep a call from being captured in a CUDA graph.
 CALLED = {
     "cudaDeviceGetAttribute",
     "cudaFuncSetAttribute",
