@@ -244,7 +244,7 @@ def test_extend_refuses(kernels):
     refused(kernels, lambda: extend(kernels, x, spec, 1), "positions")
 
 
-def test_extend_says_what_does_not_fit():
+def test_emulated_extend_says_what_does_not_fit():
     module, x = emulated(), Setting("fp32", None, 16, 2, 1, "halves")
     caches, where = x.copies("cpu")
     args, spec = TensorArgs(lengths=x.lengths), AttentionSpec(1.0, None, 0, True)
@@ -284,11 +284,10 @@ def shifted(t: Tensor, by: int) -> Tensor:
     return out.copy_(t)
 
 
-@pytest.mark.skipif(bool(LIBRARY), reason="the operators have no bug planted in them")
 @pytest.mark.parametrize("by", [1, 3])
 @pytest.mark.parametrize("kind", ["bf16", "fp32", "bf16 int8"])
 @pytest.mark.parametrize("queries", [1, 3, 20])
-def test_misaligned_memory_is_copied(kind, queries, by):
+def test_emulated_operators_copy_what_is_misaligned(kind, queries, by):
     """By the operators themselves: a compiled call does not know where a tensor starts."""
     dtype, stored = (*kind.split(), None)[:2]
     step = build(Case((64, 64), (2, 1), queries, (70, 5), dtype, stored, 16))
