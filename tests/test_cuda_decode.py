@@ -497,7 +497,7 @@ COUNTS: list[str] = []  # what ran in the emulator, shown below the tests
 def _counted(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if emulated.cache_info().currsize:
-        launches, threads = torch.ops.attnkit_emulated.counts().split()
+        launches, threads, _ = torch.ops.attnkit_emulated.counts().split()
         COUNTS.append(f"CUDA emulator ({VARIANT}): {launches} launches, {threads} CUDA threads")
     plugins = request.config.pluginmanager
     with plugins.getplugin("capturemanager").global_and_fixture_disabled():
