@@ -78,6 +78,8 @@ def built(variant: str) -> str:
 @cache
 def emulated() -> ModuleType:
     """attnkit.backends.cuda over the operators that run in the emulator, on CPU tensors."""
+    if "attnkit_emulated" in sys.modules:
+        return sys.modules["attnkit_emulated"]
     torch.ops.load_library(LIBRARY or built(VARIANT))
     # a copy of a name of its own: torch.compile looks names up in sys.modules
     spec = importlib.util.spec_from_file_location("attnkit_emulated", str(cuda.__file__))
