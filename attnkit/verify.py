@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from threading import Lock
+from threading import Lock, Timer
 from typing import Any, NamedTuple, TextIO
 
 import torch
@@ -35,7 +35,7 @@ from attnkit.testing import Case, Expected, Inputs, Results
 SECONDS = 30.0  # in which all of it has to be done
 AT_LEAST = 4  # checks of each target that are done however late it is
 AT_ONCE = 2  # processes
-PATIENCE = 30.0  # seconds past its time after which a process is taken to hang
+PATIENCE = 120.0  # seconds without a word after which a process is taken to hang
 DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -311,9 +311,10 @@ def _in_a_process(target: Target, end: float, progress: Callable[[int, int], Non
         assert process.stdout is not None
         assert process.stderr is not None
         said = reader.submit(process.stderr.read)
-        hung = _kill_after(process, max(0.0, end - time.time()) + PATIENCE)
+        alarm = _Alarm(process)
         whole = False
         for line in process.stdout:
+            alarm.reset()
             try:
                 news = json.loads(line)
             except json.JSONDecodeError:  # something that a library printed
@@ -326,33 +327,38 @@ def _in_a_process(target: Target, end: float, progress: Callable[[int, int], Non
                 for row, dtype, share, wrong in news[3]:
                     report.note(row, dtype, share, wrong)
         code = process.wait()
-        late = hung()
-        last = (said.result().strip().splitlines() or ["it said nothing"])[-1]
+        alarm.off()
+        lines = said.result().strip().splitlines() or ["it said nothing"]
+        last = next((line for line in lines if line.startswith("Fatal")), lines[-1])
     if not whole or code:
         how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-        how = "hung and was stopped" if late else how
+        how = "hung and was stopped" if alarm.rang else how
         report.fault = f"the process {how} after {report.done} checks: {last[:300]}"
     return report
 
 
-def _kill_after(process: subprocess.Popen[str], seconds: float) -> Callable[[], bool]:
-    """Kills a process that hangs; the function returned calls that off, and says if it happened."""
-    from threading import Timer
+class _Alarm:
+    """Kills a process that has said nothing for PATIENCE seconds."""
 
-    happened: list[bool] = []
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process, self.rang = process, False
+        self.reset()
 
-    def kill() -> None:
-        happened.append(True)
-        process.kill()
+    def reset(self) -> None:
+        """It was heard of."""
+        self.off()
+        self.timer = Timer(PATIENCE, self._ring)
+        self.timer.daemon = True
+        self.timer.start()
 
-    timer = Timer(seconds, kill)
-    timer.start()
+    def off(self) -> None:
+        """It has ended."""
+        if hasattr(self, "timer"):
+            self.timer.cancel()
 
-    def stop() -> bool:
-        timer.cancel()
-        return bool(happened)
-
-    return stop
+    def _ring(self) -> None:
+        self.rang = True
+        self.process.kill()
 
 
 class _Progress:

@@ -145,7 +145,7 @@ def test_the_command_refuses_no_time(capsys):
     assert "argument --seconds: 0, expected more than 0" in capsys.readouterr().err
 
 
-# --- the command, with faults in its processes -----------------------------------------------------
+# --- the command, with faults in its processes ---------------------------------------------------
 
 # Python runs this before anything else: the CPU kernels are slightly wrong, the reference crashes.
 FAULTS = """
@@ -181,7 +181,7 @@ def test_the_exit_status_says_that_something_is_wrong(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(FAULTS)
     done = command("--seconds", "1", path=tmp_path, ATTNKIT_CPU_ISA="portable")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "cpu (portable) fp32 out: full: out: largest error" in done.stdout
+    assert "cpu (portable) fp32 out: causal: out: largest error" in done.stdout
     assert "reference: the process ended by SIGSEGV after 0 checks" in done.stdout
     assert "attnkit info" in done.stdout
     assert "cpu (portable): " in done.stderr  # how far it is
