@@ -7,7 +7,8 @@ import torch
 
 def too_old(device: torch.device) -> str | None:
     """Why a CUDA device is not served, or None.  One of AMD is not asked for its age."""
-    if torch.version.hip is not None:
+    # without a context there is no tensor but a fake one, of a GPU that may not be here
+    if torch.version.hip is not None or not torch.cuda.is_initialized():
         return None
     # not get_device_capability: Dynamo takes the properties for constants, that for a node
     found = torch.cuda.get_device_properties(device)
