@@ -15,3 +15,10 @@ def too_old(device: torch.device) -> str | None:
     if found.major < 8:
         return f"{device} is sm_{found.major}{found.minor}, older than sm_80 (A100)"
     return None
+
+
+def shared_memory(device: torch.device) -> int | None:
+    """Bytes that a block may have on a CUDA device; None of one that is not here."""
+    if not torch.cuda.is_initialized():
+        return None
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]

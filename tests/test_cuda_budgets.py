@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 sys.path.insert(0, str(Path(__file__).parent))
 import cuda_budgets
 from cuda_budgets import Compiled, Row
 
 from attnkit.backends import cuda
+from attnkit.spec import AttentionSpec, TensorArgs
 
 PTXAS = """\
 ptxas info    : Compiling entry function '_Zkernel' for 'sm_90a'
@@ -30,6 +34,30 @@ def test_every_kernel_has_a_budget_for_every_target():
         assert {"append_kernel", "merge_kernel"} < kernels
     for row in budgets.values():
         assert cuda_budgets.complaints(row, budgets) == []
+
+
+def test_the_backend_knows_how_much_shared_memory_its_kernels_take():
+    rows = cuda_budgets.read_budgets().values()
+    for (d, dv), most in cuda._HEAD_DIMS.items():
+        assert most == max(row.shared for row in rows if f" {d}, {dv}" in row.kernel)
+
+
+def test_a_gpu_with_little_shared_memory(monkeypatch):
+    """sm_86, sm_89 and sm_120 have 99 KiB, as against 163 and 227."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    found = SimpleNamespace(major=8, minor=9, shared_memory_per_block_optin=99 << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(cuda, "_missing", lambda *_: None)
+    spec = AttentionSpec(1.0)
+    with FakeTensorMode():
+        for dim, refused in ((128, False), (256, True)):
+            q = torch.empty(1, 2, 1, dim, device="cuda:0", dtype=torch.float16)
+            said = cuda.supports(q, q, q, TensorArgs(), spec)
+            assert (said is not None) == refused
+    assert said == (
+        f"head dims 256 and 256 take up to {cuda._HEAD_DIMS[256, 256]} bytes of shared memory, "
+        "cuda:0 has 101376"
+    )
 
 
 def test_littles_law():
