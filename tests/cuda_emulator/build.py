@@ -185,10 +185,10 @@ def main() -> int:
     if reason:
         print(reason)
         return 3
-    BUILD.mkdir(parents=True, exist_ok=True)
-    with (BUILD / "lock").open("w") as lock:
+    builder = Builder(variant)
+    with (builder.folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # sanitized kernels are built beside running tests
-        print(getattr(Builder(variant), what)())
+        print(getattr(builder, what)())
     return 0
 
 
