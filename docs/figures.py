@@ -26,7 +26,8 @@ class Drawing:
             f"<title>{title}</title>",
             f"<rect width='{width:g}' height='{height:g}' fill='{PAPER}'/>",
             "<defs><marker id='tip' viewBox='0 0 8 8' refX='7' refY='4' markerWidth='7' "
-            f"markerHeight='7' orient='auto'><path d='M0 0 8 4 0 8z' fill='{INK}'/></marker></defs>",
+            f"markerHeight='7' orient='auto'><path d='M0 0 8 4 0 8z' fill='{INK}'/></marker>"
+            "</defs>",
         ]
 
     def box(self, x: float, y: float, w: float, h: float, fill: str, line: str = "none") -> None:

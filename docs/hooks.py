@@ -107,10 +107,10 @@ def performance() -> str:
     intro = [
         "# Performance",
         "",
-        "What follows is `bench/results`, as it was measured: each part names its machine, its day and",
-        "its commit. Implementations of a row ran in interleaved rounds, and each result was checked",
-        "against float64 before it was timed. Figures from another machine say little about yours:",
-        "`make bench` measures there. No figure here is from a GPU.",
+        "What follows is `bench/results`, as it was measured: each part names its machine, its day",
+        "and its commit. Implementations of a row ran in interleaved rounds, and each result was",
+        "checked against float64 before it was timed. Figures from another machine say little",
+        "about yours: `make bench` measures there. No figure here is from a GPU.",
     ]
     texts = [re.sub(r"^#", "##", page.read_text(), flags=re.M) for page in pages]
     return "\n".join(intro) + "\n\n" + "\n\n".join(texts)
@@ -147,6 +147,8 @@ def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
         latex = html.unescape(match["latex"])
         display = "block" if match["tag"] == "div" else "inline"
         drawn = convert(latex, display=display)
+        if "<mi>&</mi>" in drawn or "\\" in drawn:  # it takes what it does not know for text
+            raise ValueError(f"{page.file.src_uri}: a formula that cannot be drawn: {latex}")
         return f'<{match["tag"]} class="formula">{drawn}</{match["tag"]}>'
 
     return re.sub(
