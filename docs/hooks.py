@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import html
 import re
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,10 @@ def snippet(path: Path, spec: str) -> str:
         if not ends:
             raise LookupError(f"{path}: {last!r} does not follow {first!r}")
         stop = ends[0]
-    return textwrap.dedent("\n".join(lines[starts[0] : stop + 1]))
+    shown = lines[starts[0] : stop + 1]
+    # a #pragma stands at the margin, wherever its code does
+    margin = min(len(t) - len(t.lstrip()) for t in shown if t.strip() and not t.startswith("#"))
+    return "\n".join(t if t.startswith("#") else t[margin:] for t in shown)
 
 
 def with_code(text: str, folder: Path) -> str:
