@@ -56,7 +56,7 @@ def main() -> int:
         rounds=options.rounds, implementations=("attnkit", "torch"), clock=options.clock
     )
     results = run(
-        Preset(cases, settings=settings), memory=False, threads=options.threads, progress=print
+        Preset.of(cases, settings=settings), memory=False, threads=options.threads, progress=print
     )
     print("\n" + markdown(results))
     if options.json:

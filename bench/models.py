@@ -25,7 +25,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch_models import TorchLM, TorchTranslator, torch_layer
 
 import attnkit.nn
 from attnkit.benchmark import (
@@ -37,6 +36,7 @@ from attnkit.benchmark import (
     describe_versions,
     headline,
 )
+from attnkit.benchmark.torch_models import TorchLM, TorchTranslator, torch_layer
 from attnkit.models import CausalLM, Seq2SeqConfig, Seq2SeqTransformer, TransformerConfig
 
 WIDTH, HEADS, VOCABULARY = 768, 12, 8192

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import attnkit
 from attnkit import benchmark as engine
 from attnkit.benchmark import (
     Candidate,
@@ -25,16 +26,18 @@ from attnkit.benchmark import (
     Samples,
     Settings,
     Subject,
+    Task,
+    Workshop,
     WrongResult,
-    cases,
     compare,
+    implementations,
     loglog_slope,
     machine,
+    measuring,
     numeric,
     paired_ratio,
     peak_growth,
     probes,
-    suite,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -211,7 +214,7 @@ def test_work_follows_the_formula_of_the_field():
 def test_a_case_knows_the_bytes_of_its_tensors():
     case = Case(1, 8, 100, 64, dtype="bf16", keys=200, kv_heads=2, value_dim=32)
     inputs = engine.make_inputs(case)
-    out = cases.torch_sdpa(case, inputs)(*inputs[:3])
+    out = implementations.torch_sdpa(case, inputs)(*inputs[:3])
     assert case.tensor_bytes() == sum(x.nbytes for x in (*inputs[:3], out))
     assert case.label == "B1 H8/2 L100x200 D64/32 bf16 full"
 
@@ -220,7 +223,15 @@ def test_a_case_knows_the_bytes_of_its_tensors():
     ("change", "message"),
     [
         ({"dtype": "float32"}, "dtype is 'float32', expected one of fp64, fp32"),
-        ({"mask": "window"}, "mask is 'window', expected one of full, causal, padded"),
+        (
+            {"mask": "windows"},
+            r"mask is 'windows', expected terms of full, .*each once",
+        ),
+        ({"mask": "causal+causal"}, "expected terms of"),
+        ({"mask": "causal:3"}, "expected terms of"),
+        ({"mask": "window:x"}, "mask is 'window:x', expected a number after window:"),
+        ({"mask": "softcap:0"}, "mask is 'softcap:0', expected a number above 0 after softcap:"),
+        ({"mask": "learned-bias", "batch": 2}, "batch is 2, expected 1 with a learned-bias"),
         ({"kv_heads": 3}, "heads is 2, expected a multiple of kv_heads, 3"),
         ({"queries": 0}, "queries is 0, expected at least 1"),
     ],
@@ -238,18 +249,18 @@ def test_inputs_depend_on_the_seed_only():
 
 @pytest.mark.parametrize("name", ["flash", "torch:cpu", "naive:reference"])
 def test_unknown_implementations_are_refused(name):
-    with pytest.raises(
-        ValueError, match="expected one of attnkit, torch, naive, attnkit:<backend>"
-    ):
+    with pytest.raises(ValueError, match=r"expected one of attnkit, torch, naive, .*<backend>"):
         engine.implementation(name, TINY, engine.make_inputs(TINY))
+    with pytest.raises(ValueError, match=f"implementation is '{name}', expected one of"):
+        engine.chosen(Task("forward", "forward", TINY), [name])
 
 
 def test_the_backend_that_runs_is_known():
     inputs = engine.make_inputs(TINY)
-    assert cases.ran("torch", TINY, inputs) == "torch"
-    assert cases.ran("attnkit:reference", TINY, inputs) == "reference"
-    with engine.cases.attnkit.use_backend("reference"):
-        assert cases.ran("attnkit", TINY, inputs) == "reference"
+    assert implementations.ran("torch", TINY, inputs) == "torch"
+    assert implementations.ran("attnkit:reference", TINY, inputs) == "reference"
+    with attnkit.use_backend("reference"):
+        assert implementations.ran("attnkit", TINY, inputs) == "reference"
 
 
 # ---- numbers before speed ----
@@ -257,24 +268,24 @@ def test_the_backend_that_runs_is_known():
 EVERYWHERE = [
     Case(2, 4, 33, 16, dtype=dtype, mask=mask, kv_heads=2, value_dim=8)
     for dtype in ("fp64", "fp32", "bf16", "fp16")
-    for mask in cases.MASKS
+    for mask in ("full", "causal", "padded", "causal+window:5", "documents:3", "scattered+causal")
 ]
 
 
 @pytest.mark.parametrize("case", EVERYWHERE, ids=lambda case: case.label)
 def test_right_implementations_pass(case):
-    names = ("attnkit:reference", "torch", "naive")
-    found = engine.check_all(Subject.of(case), "step", names)
-    for name in names:
-        assert list(found[name]) == ["out", "dq", "dk", "dv"]
+    subject = Subject.of(case)
+    for name in ("attnkit:reference", "torch", "naive"):
+        found = subject.check(name, "step", subject.prepare(name, "step").results())
+        assert list(found) == ["out", "dq", "dk", "dv"]
         # not compared with itself; the reference in float64 is the truth
-        assert case.dtype == "fp64" or all(error > 0 for error in found[name].values())
+        assert case.dtype == "fp64" or all(error > 0 for error in found.values())
 
 
 def one_key_more(case, inputs):
     """Causal, but row 16 sees key 17 too."""
-    attend = cases.naive(case, inputs)
-    full = cases.naive(replace(case, mask="full"), inputs)
+    attend = implementations.naive(case, inputs)
+    full = implementations.naive(replace(case, mask="full"), inputs)
 
     def wrong(q, k, v):
         right = attend(q, k, v)
@@ -285,7 +296,7 @@ def one_key_more(case, inputs):
 
 
 def not_a_number(case, inputs):
-    attend = cases.naive(case, inputs)
+    attend = implementations.naive(case, inputs)
 
     def wrong(q, k, v):
         out = attend(q, k, v).clone()
@@ -296,7 +307,7 @@ def not_a_number(case, inputs):
 
 
 def wrong_gradient(case, inputs):
-    attend = cases.naive(case, inputs)
+    attend = implementations.naive(case, inputs)
     # the same values, but half of the gradient for v
     return lambda q, k, v: attend(q, k, v / 2 + v.detach() / 2)
 
@@ -312,11 +323,15 @@ def wrong_gradient(case, inputs):
     ],
 )
 def test_a_wrong_implementation_is_not_timed(monkeypatch, dtype, wrong, operation, tensor):
-    monkeypatch.setitem(cases.IMPLEMENTATIONS, "torch", wrong)
-    monkeypatch.setattr(suite, "compare", lambda *_, **__: pytest.fail("it was timed"))
-    subject = Subject.of(replace(TINY, dtype=dtype, mask="causal"))
-    with pytest.raises(WrongResult, match=rf"torch {operation} on B1 H2 L65.*: {tensor} has a row"):
-        engine.measure(subject, operation, Settings(implementations=("naive", "torch")))
+    replaced = implementations.IMPLEMENTATIONS["torch"]._replace(make=wrong)
+    monkeypatch.setitem(implementations.IMPLEMENTATIONS, "torch", replaced)
+    monkeypatch.setattr(measuring, "compare", lambda *_, **__: pytest.fail("it was timed"))
+    case = replace(TINY, dtype=dtype, mask="causal")
+    with (
+        Workshop(Settings(implementations=("naive", "torch"))) as workshop,
+        pytest.raises(WrongResult, match=rf"torch {operation} on B1 H2 L65.*: {tensor} has a row"),
+    ):
+        workshop.measure(Task(operation, operation, case))
 
 
 def test_a_large_case_is_checked_on_some_heads_with_the_first_and_the_last():
@@ -346,7 +361,7 @@ def test_a_nan_in_an_earlier_head_is_not_forgotten():
     inputs = engine.make_inputs(TINY)
     true = engine.truth(TINY, inputs)
     for head in (0, 1):
-        out = cases.naive(TINY, inputs)(*inputs[:3]).clone()
+        out = implementations.naive(TINY, inputs)(*inputs[:3]).clone()
         out[0, head, 3] = float("nan")
         with pytest.raises(WrongResult, match="nan"):
             engine.check("x", (out,), true, 1e9)
@@ -368,12 +383,13 @@ def test_memory_in_a_child_tells_linear_from_quadratic():
     case = Case(1, 4, 1024, 32)
     scores = 4 * 1024 * 1024 * 4
     with MemoryMeter(threads=1) as meter:
-        naive = meter.measure("naive", "step", case)
-        fused = meter.measure("torch", "step", case)
+        step = Task("step", "step", case)
+        naive = meter.measure("naive", step)
+        fused = meter.measure("torch", step)
         # a failure there is an error here, and the helper goes on
-        with pytest.raises(RuntimeError, match=r"cuda forward on .*ValueError: implementation is"):
-            meter.measure("cuda", "forward", case)
-        again = meter.measure("torch", "step", case)
+        with pytest.raises(RuntimeError, match=r"cuda, B1 .* ValueError: implementation is"):
+            meter.measure("cuda", step)
+        again = meter.measure("torch", step)
     assert naive.tensor_bytes == case.tensor_bytes() == 4 * 1024 * 4 * 32 * 4
     assert naive.extra > 2 * scores
     if fused.method == "hwm":
@@ -381,7 +397,7 @@ def test_memory_in_a_child_tells_linear_from_quadratic():
         assert abs(again.extra - fused.extra) < 0.25 * fused.extra
         assert fused.ratio == fused.extra / fused.tensor_bytes
     with pytest.raises(RuntimeError, match="MemoryMeter is closed"):
-        meter.measure("torch", "step", case)
+        meter.measure("torch", step)
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
@@ -433,7 +449,7 @@ def results():
     lines = []
     before = torch.get_num_threads()
     found = engine.run(
-        Preset((TINY,), settings=settings), memory=False, threads=1, progress=lines.append
+        Preset.of((TINY,), settings=settings), memory=False, threads=1, progress=lines.append
     )
     assert lines == [f"{TINY.label} forward", f"{TINY.label} backward"]
     assert torch.get_num_threads() == before
@@ -462,7 +478,7 @@ def test_results_survive_the_file(results, tmp_path):
     results.save(path)
     assert Results.load(path) == results
     data = json.loads(path.read_text())
-    assert (data["schema"], data["version"]) == ("attnkit.benchmark", 1)
+    assert (data["schema"], data["version"]) == ("attnkit.benchmark", 2)
     # what follows from the samples stands there too, for readers without this package
     assert data["rows"][0]["median"] == results.rows[0].samples.median
     assert data["rows"][0]["gflops"] == results.rows[0].gflops
@@ -481,7 +497,7 @@ def test_a_reader_ignores_fields_that_came_later(results):
     ("change", "message"),
     [
         ({"schema": "other"}, "schema is 'other', expected 'attnkit.benchmark'"),
-        ({"version": 2}, "version is 2, expected 1"),
+        ({"version": 3}, "version is 3, expected 1 or 2"),
         (None, "schema is 'list'"),
     ],
 )
@@ -510,16 +526,27 @@ def test_the_table_shows_the_ratio_and_what_was_skipped(results):
 
 
 def test_naive_is_left_out_where_its_scores_do_not_fit():
-    names, reasons = engine.feasible(Case(8, 32, 1 << 17, 64), ("attnkit", "torch", "naive"))
-    assert names == ("attnkit", "torch")
+    large = Task("forward", "forward", Case(8, 32, 1 << 17, 64))
+    names, reasons = engine.chosen(large, ("attnkit", "torch", "naive"))
+    assert names == ["attnkit", "torch"]
     assert "GiB" in reasons["naive"]
-    assert engine.feasible(TINY, ("naive",)) == (("naive",), {})
+    assert engine.chosen(Task("forward", "forward", TINY), ("naive",)) == (["naive"], {})
 
 
 @pytest.mark.parametrize("name", sorted(engine.PRESETS))
-def test_presets_have_no_case_twice(name):
-    chosen = engine.PRESETS[name].cases
-    assert len(set(chosen)) == len(chosen) > 0
+def test_presets_have_no_task_twice_and_attnkit_can_do_each(name):
+    tasks = engine.PRESETS[name].tasks
+    assert len({task.group for task in tasks}) == len(tasks) > 0
+    for task in tasks:
+        assert "attnkit" in engine.chosen(task, engine.PRESETS[name].settings.implementations)[0]
+
+
+def test_a_file_of_version_1_is_read(results):
+    data = json.loads(results.to_json())
+    data["version"] = 1
+    for row in data["rows"]:
+        del row["suite"], row["bytes"], row["gigabytes"]
+    assert Results.from_json(json.dumps(data)) == results
 
 
 # ---- machine ----
@@ -577,7 +604,8 @@ def test_the_suites_hand_their_interleaved_samples_to_pytest_benchmark(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {(row.group, row.implementation): row for row in Results.load(ours).rows}
     seen = json.loads(theirs.read_text())["benchmarks"]
-    assert len(rows) == len(seen) == 2 * 2 * 3  # cases, operations, implementations
+    assert {row.suite for row in rows.values()} == set(engine.SUITES) - {"compile"}
+    assert len(rows) == len(seen) > 60
     for entry in seen:
         row = rows[entry["group"], entry["params"]["implementation"]]
         assert entry["stats"]["data"] == list(row.seconds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -44,14 +43,10 @@ def module_of(backend: str) -> ModuleType:
         pytest.skip("attnkit was installed without its C++ extension")
     if backend != "cuda":
         return dispatch.BACKENDS[backend]
-    if "attnkit_emulated" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("cuda", ROOT / "tests/test_cuda_decode.py")
-        assert spec is not None
-        assert spec.loader is not None
-        tests = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(tests)
-        tests.emulated()
-    return sys.modules["attnkit_emulated"]
+    sys.path.insert(0, str(Path(__file__).parent))
+    from cuda_kernels import emulated
+
+    return emulated()
 
 
 @pytest.mark.parametrize(("operation", "backend", "kind", "dtype"), list(entries()))

@@ -1,26 +1,19 @@
-"""Measuring: the one engine behind the demo, ``bench/`` and every figure this project quotes.
+"""Measuring: the one engine behind the demo, ``attnkit bench``, ``bench/`` and every figure quoted.
 
     from attnkit.benchmark import PRESETS, markdown, run
     results = run(PRESETS["quick"], progress=print)
     print(markdown(results))
     results.save("results.json")
 
-The parts, each usable alone: ``timing`` (candidates against each other in paired rounds of random
-order), ``probes`` (the machine's peaks), ``memory`` (peak extra memory, in a child process),
-``numeric`` (nothing is timed before its numbers were compared with float64), ``cases`` (shapes and
-implementations), ``suite`` (all of it together), ``results`` (the file format and the table).
+What is measured: ``cases`` (sizes, masks), ``implementations`` and ``peers`` (who), ``suites`` (how
+each kind of work is done and checked), ``presets``.  How: ``timing`` (candidates against each other
+in paired rounds of random order), ``gpu`` (events), ``probes`` (the machine's peaks), ``memory``
+(in a child process), ``numeric`` (nothing is timed before its numbers were compared with float64),
+``measuring`` (all of it together).  What comes out: ``results`` (the file format and the table).
 """
 
-from attnkit.benchmark.cases import (
-    IMPLEMENTATIONS,
-    OPERATIONS,
-    Case,
-    Inputs,
-    Work,
-    implementation,
-    make_inputs,
-    prepare,
-)
+from attnkit.benchmark.cases import DTYPES, OPERATIONS, Case, Inputs, make_inputs
+from attnkit.benchmark.implementations import IMPLEMENTATIONS, implementation
 from attnkit.benchmark.machine import (
     Machine,
     Versions,
@@ -29,20 +22,15 @@ from attnkit.benchmark.machine import (
     git_commit,
     headline,
 )
+from attnkit.benchmark.measuring import USUAL, Preset, Settings, Workshop, chosen, run
 from attnkit.benchmark.memory import MemoryMeter, MemoryUse, loglog_slope, peak_growth
 from attnkit.benchmark.numeric import TOLERANCE, Truth, WrongResult, check, errors, truth
+from attnkit.benchmark.presets import PRESETS
 from attnkit.benchmark.probes import PROBE, Peak, Probe, flops_probe, read_probe
 from attnkit.benchmark.results import Results, Row, markdown
-from attnkit.benchmark.suite import (
-    PRESETS,
-    Preset,
-    Settings,
-    Subject,
-    check_all,
-    feasible,
-    measure,
-    run,
-)
+from attnkit.benchmark.suites import SUITES
+from attnkit.benchmark.suites.attention import Subject, prepare
+from attnkit.benchmark.tasks import Contest, Suite, Task, Work
 from attnkit.benchmark.timing import (
     CLOCKS,
     Candidate,
@@ -55,14 +43,18 @@ from attnkit.benchmark.timing import (
 
 __all__ = [
     "CLOCKS",
+    "DTYPES",
     "IMPLEMENTATIONS",
     "OPERATIONS",
     "PRESETS",
     "PROBE",
+    "SUITES",
     "TOLERANCE",
+    "USUAL",
     "Candidate",
     "Case",
     "Comparison",
+    "Contest",
     "Inputs",
     "Machine",
     "MemoryMeter",
@@ -76,17 +68,19 @@ __all__ = [
     "Samples",
     "Settings",
     "Subject",
+    "Suite",
+    "Task",
     "Truth",
     "Versions",
     "Work",
+    "Workshop",
     "WrongResult",
     "check",
-    "check_all",
+    "chosen",
     "compare",
     "describe_machine",
     "describe_versions",
     "errors",
-    "feasible",
     "flops_probe",
     "git_commit",
     "headline",
@@ -94,7 +88,6 @@ __all__ = [
     "loglog_slope",
     "make_inputs",
     "markdown",
-    "measure",
     "paired_ratio",
     "peak_growth",
     "prepare",

@@ -1,16 +1,13 @@
-"""What is measured: the shapes, and the implementations that are compared on them."""
+"""What is measured: sizes, dtype and mask of a problem, and its tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-import attnkit
 from attnkit import masks
 
 DTYPES = {
@@ -19,22 +16,44 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-MASKS = ("full", "causal", "padded")
 
 # Work of each operation, as a multiple of the forward pass's: the backward computes five matrix
 # products where the forward computes two (it recomputes the scores).
 OPERATIONS = {"forward": 1.0, "backward": 2.5, "step": 3.5}
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+# What a mask is made of, joined by "+", with a number after ":" where there is one (its default)
+STRUCTURE = {
+    "full": None,  # every key
+    "causal": None,  # keys j <= i
+    "padded": None,  # lengths from 25% to 100% of the keys, evenly over the batch
+    "scattered": None,  # three quarters of the keys, at random, for each sequence
+    "window": 256,  # keys nearer than that: |i - j| < window
+    "documents": 4,  # that many documents of equal length in a sequence
+    "blocks": 0.5,  # that share of the tiles of 64 x 64, at random, and the diagonal
+}
+FEATURES = {
+    "alibi": None,
+    "softcap": 30.0,
+    "sinks": None,
+    "bias": None,  # [1, H, Lq, Lk]
+    "learned-bias": None,  # the same, with a gradient
+    "dropout": 0.1,
+}
+CACHES = {"paged": 64, "int8": None, "fp8": None}  # how keys and values are kept, for decoding
+TERMS = STRUCTURE | FEATURES | CACHES
+
+BLOCK = 64  # side of a tile of ``blocks``
+COUNT_ROWS = 1024  # queries whose visible keys are counted at a time
 
 
 @dataclass(frozen=True)
 class Case:
     """One attention problem: q [batch, heads, queries, head_dim], k, v [batch, kv_heads, keys, .].
 
-    ``mask`` is ``full``, ``causal`` (top-left) or ``padded`` (lengths from 25% to 100% of the
-    keys, evenly over the batch).  What is left out follows the rest: ``keys`` is ``queries``,
-    ``kv_heads`` is ``heads``, ``value_dim`` is ``head_dim``.
+    ``mask`` says all that a call has besides: terms of ``STRUCTURE``, ``FEATURES`` and ``CACHES``
+    joined by ``+``, such as ``causal+window:1024`` or ``full+softcap:30``.  What is left out
+    follows the rest: ``keys`` is ``queries``, ``kv_heads`` is ``heads``, ``value_dim`` is
+    ``head_dim``.
     """
 
     batch: int
@@ -51,8 +70,7 @@ class Case:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}")
-        if self.mask not in MASKS:
-            raise ValueError(f"mask is {self.mask!r}, expected one of {', '.join(MASKS)}")
+        _parse(self.mask)
         set_once = object.__setattr__  # the dataclass is frozen
         set_once(self, "keys", self.keys or self.queries)
         set_once(self, "kv_heads", self.kv_heads or self.heads)
@@ -64,6 +82,23 @@ class Case:
             raise ValueError(
                 f"heads is {self.heads}, expected a multiple of kv_heads, {self.kv_heads}"
             )
+        if "learned-bias" in self.terms and self.batch > 1:
+            raise ValueError(f"batch is {self.batch}, expected 1 with a learned-bias")
+
+    @property
+    def terms(self) -> dict[str, float | None]:
+        """The terms of ``mask`` with their numbers."""
+        return _parse(self.mask)
+
+    @property
+    def structure(self) -> set[str]:
+        """The terms that decide which keys are seen, without ``full``."""
+        return (set(STRUCTURE) & set(self.terms)) - {"full"}
+
+    @property
+    def features(self) -> set[str]:
+        """The terms that change scores or weights."""
+        return set(FEATURES) & set(self.terms)
 
     @property
     def shape(self) -> dict[str, int]:
@@ -85,18 +120,47 @@ class Case:
 
     def lengths(self) -> list[int]:
         """Visible keys of each sequence of the batch, as far as padding goes."""
-        if self.mask != "padded":
+        if "padded" not in self.terms:
             return [self.keys] * self.batch
         steps = torch.linspace(0.25, 1.0, self.batch, dtype=torch.float64)
         return [max(1, round(self.keys * share)) for share in steps.tolist()]
 
+    def visible(self, first: int = 0, last: int | None = None) -> Tensor:
+        """[B or 1, 1, rows, Lk] bool, True = attend, of the queries from ``first`` to ``last``."""
+        terms = self.terms
+        i = torch.arange(self.queries, device=self.device)[first:last, None]
+        j = torch.arange(self.keys, device=self.device)
+        seen = torch.ones(1, 1, len(i), self.keys, dtype=torch.bool, device=self.device)
+        if "causal" in terms:
+            seen = seen & (j <= i)
+        if "window" in terms:
+            seen = seen & ((i - j).abs() < _number(terms, "window"))
+        if "documents" in terms:
+            q_ids, k_ids = (_document_ids(self, n) for n in (self.queries, self.keys))
+            seen = seen & (q_ids[first:last, None] == k_ids)
+        if "blocks" in terms:
+            tiles = _tiles(self).repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+            seen = seen & tiles[: self.queries, : self.keys][first:last]
+        if "padded" in terms:
+            seen = seen & (
+                j < torch.tensor(self.lengths(), device=self.device)[:, None, None, None]
+            )
+        if "scattered" in terms:
+            seen = seen & _scattered(self)[:, None, None]
+        return seen
+
     def visible_pairs(self) -> float:
         """(query, key) pairs that one head has to look at, over the batch."""
-        if self.mask == "causal" and self.queries == self.keys:
+        structure = self.structure
+        if structure == {"causal"} and self.queries == self.keys:
             return self.batch * self.queries * self.keys / 2  # the convention of the field
-        if self.mask == "causal":
-            return self.batch * float(sum(min(i + 1, self.keys) for i in range(self.queries)))
-        return float(self.queries * sum(self.lengths()))
+        if structure <= {"padded"}:
+            return float(self.queries * sum(self.lengths()))
+        pairs = 0.0
+        for first in range(0, self.queries, COUNT_ROWS):
+            seen = self.visible(first, first + COUNT_ROWS)
+            pairs += float(seen.sum()) * self.batch / seen.shape[0]
+        return pairs
 
     def flops(self, operation: str) -> float:
         """``4 B H Lq Lk D`` forward, 2.5 times that backward, 3.5 a step; half if causal."""
@@ -105,184 +169,126 @@ class Case:
 
     def tensor_bytes(self) -> int:
         """Bytes of q, k, v and the output together."""
+        width = DTYPES[self.dtype].itemsize
         q_and_out = self.batch * self.heads * self.queries * (self.head_dim + self.value_dim)
-        k_and_v = self.batch * self.kv_heads * self.keys * (self.head_dim + self.value_dim)
-        return (q_and_out + k_and_v) * DTYPES[self.dtype].itemsize
+        return q_and_out * width + self.cache_bytes(width)
+
+    def cache_bytes(self, width: int) -> int:
+        """Bytes of keys and values of ``width`` bytes each."""
+        return self.batch * self.kv_heads * self.keys * (self.head_dim + self.value_dim) * width
 
 
 class Inputs(NamedTuple):
-    """The tensors of a case, without gradients."""
+    """The tensors of a case, without gradients; None for what its mask does not name."""
 
     q: Tensor  # [B, Hq, Lq, D]
     k: Tensor  # [B, Hkv, Lk, D]
     v: Tensor  # [B, Hkv, Lk, Dv]
     dout: Tensor  # [B, Hq, Lq, Dv]
-    lengths: Tensor | None  # [B] int32, for padded cases
+    lengths: Tensor | None = None  # [B] int32
+    keep: Tensor | None = None  # [B, Lk] bool
+    q_ids: Tensor | None = None  # [Lq] int32
+    k_ids: Tensor | None = None  # [Lk] int32
+    blocks: Tensor | None = None  # [ceil(Lq/64), ceil(Lk/64)] bool
+    bias: Tensor | None = None  # [1, Hq, Lq, Lk]
+    alibi: Tensor | None = None  # [Hq] float32
+    sinks: Tensor | None = None  # [Hq] float32
 
 
 def make_inputs(case: Case, seed: int = 0) -> Inputs:
     """Normal random numbers, the same for the same seed on every machine."""
-    draw = torch.Generator().manual_seed(seed)
+    draw, terms = torch.Generator().manual_seed(seed), case.terms
 
-    def normal(heads: int, length: int, dim: int) -> Tensor:
-        values = torch.randn(case.batch, heads, length, dim, generator=draw)
-        return values.to(case.device, DTYPES[case.dtype])
+    def normal(*shape: int, dtype: torch.dtype = DTYPES[case.dtype]) -> Tensor:
+        return torch.randn(shape, generator=draw).to(case.device, dtype)
 
-    lengths = None
-    if case.mask == "padded":
-        lengths = torch.tensor(case.lengths(), dtype=torch.int32, device=case.device)
+    def heads(count: int, length: int, dim: int) -> Tensor:
+        return normal(case.batch, count, length, dim)
+
+    lengths = torch.tensor(case.lengths(), dtype=torch.int32, device=case.device)
+    biased = bool({"bias", "learned-bias"} & set(terms))
+    slopes = 2.0 ** (-8.0 * torch.arange(1, case.heads + 1) / case.heads)
     return Inputs(
-        q=normal(case.heads, case.queries, case.head_dim),
-        k=normal(case.kv_heads, case.keys, case.head_dim),
-        v=normal(case.kv_heads, case.keys, case.value_dim),
-        dout=normal(case.heads, case.queries, case.value_dim),
-        lengths=lengths,
+        q=heads(case.heads, case.queries, case.head_dim),
+        k=heads(case.kv_heads, case.keys, case.head_dim),
+        v=heads(case.kv_heads, case.keys, case.value_dim),
+        dout=heads(case.heads, case.queries, case.value_dim),
+        lengths=lengths if "padded" in terms else None,
+        keep=_scattered(case) if "scattered" in terms else None,
+        q_ids=_document_ids(case, case.queries) if "documents" in terms else None,
+        k_ids=_document_ids(case, case.keys) if "documents" in terms else None,
+        blocks=_tiles(case) if "blocks" in terms else None,
+        bias=normal(1, case.heads, case.queries, case.keys) if biased else None,
+        alibi=slopes.to(case.device) if "alibi" in terms else None,
+        sinks=normal(case.heads, dtype=torch.float32) if "sinks" in terms else None,
     )
 
 
-def ours(case: Case, inputs: Inputs) -> Attention:
-    """attnkit: the drop-in function where it can say the mask, else the full call."""
-    if case.mask != "padded":
-        causal = case.mask == "causal"
-        grouped = case.kv_heads != case.heads
-
-        def drop_in(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attnkit.scaled_dot_product_attention(
-                q, k, v, is_causal=causal, enable_gqa=grouped
-            )
-
-        return drop_in
-    mask = _mask(case, inputs)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attnkit.attention(q, k, v, mask=mask)
-
-    return attend
-
-
-def torch_sdpa(case: Case, inputs: Inputs) -> Attention:
-    """PyTorch's own fused function; padding as a boolean mask, built once."""
-    keep = _keep(case, inputs)
-    causal = case.mask == "causal"
-    grouped = case.kv_heads != case.heads
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=keep, is_causal=causal, enable_gqa=grouped
-        )
-
-    return attend
-
-
-def naive(case: Case, inputs: Inputs) -> Attention:
-    """softmax(q k^T / sqrt(D) + mask) v, line by line; the mask is built once."""
-    hidden = None
-    if case.mask == "causal":
-        ones = torch.ones(case.queries, case.keys, dtype=torch.bool, device=case.device)
-        hidden = ones.triu(1)  # [Lq, Lk]
-    keep = _keep(case, inputs)
-    if keep is not None:
-        hidden = ~keep
-    group = case.heads // case.kv_heads
-    scale = case.head_dim**-0.5
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if group > 1:
-            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        scores = q @ k.transpose(-2, -1) * scale  # [B, Hq, Lq, Lk]
-        if hidden is not None:
-            scores = scores.masked_fill(hidden, float("-inf"))
-        return scores.softmax(-1) @ v
-
-    return attend
-
-
-def _mask(case: Case, inputs: Inputs) -> masks.Mask | None:
+def structured_mask(case: Case, inputs: Inputs) -> masks.Mask | None:
+    """The mask in attnkit's algebra; None where every key is seen."""
+    terms = case.terms
+    parts: list[masks.Mask] = []
+    if "window" in terms:
+        reach = int(_number(terms, "window")) - 1
+        parts.append(masks.sliding_window(reach, 0 if "causal" in terms else reach))
+    elif "causal" in terms:
+        parts.append(masks.causal())
     if inputs.lengths is not None:
-        return masks.padding(inputs.lengths)
-    return masks.causal() if case.mask == "causal" else None
+        parts.append(masks.padding(inputs.lengths))
+    if inputs.keep is not None:
+        parts.append(masks.key_padding(inputs.keep))
+    if inputs.q_ids is not None:
+        parts.append(masks.documents(inputs.q_ids, inputs.k_ids))
+    if inputs.blocks is not None:
+        parts.append(masks.block_sparse(inputs.blocks))
+    joined: masks.Mask | None = None
+    for part in parts:
+        joined = part if joined is None else joined & part
+    return joined
 
 
-def _keep(case: Case, inputs: Inputs) -> Tensor | None:
-    """[B, 1, 1, Lk] bool, True = attend, for a padded case."""
-    if inputs.lengths is None:
-        return None
-    keys = torch.arange(case.keys, device=case.device)
-    return (keys < inputs.lengths[:, None])[:, None, None]
+def _parse(mask: str) -> dict[str, float | None]:
+    """Terms and numbers of a mask; raises ValueError for one that is not known."""
+    terms: dict[str, float | None] = {}
+    for term in mask.split("+"):
+        name, colon, number = term.partition(":")
+        if name not in TERMS or name in terms or (colon and TERMS[name] is None):
+            raise ValueError(
+                f"mask is {mask!r}, expected terms of {', '.join(TERMS)}, each once, joined by + "
+                "(window:1024 and others take a number)"
+            )
+        try:
+            value = float(number) if colon else TERMS[name]
+        except ValueError:
+            raise ValueError(f"mask is {mask!r}, expected a number after {name}:") from None
+        if value is not None and not value > 0:
+            raise ValueError(f"mask is {mask!r}, expected a number above 0 after {name}:")
+        terms[name] = value
+    return terms
 
 
-IMPLEMENTATIONS: dict[str, Callable[[Case, Inputs], Attention]] = {
-    "attnkit": ours,
-    "torch": torch_sdpa,
-    "naive": naive,
-}
+def _number(terms: dict[str, float | None], name: str) -> float:
+    value = terms[name]
+    assert value is not None  # its default is a number
+    return value
 
 
-def implementation(name: str, case: Case, inputs: Inputs) -> Attention:
-    """The function (q, k, v) -> out of an implementation on a case.
-
-    ``attnkit:reference`` (or another backend's name after the colon) forces that backend.
-    """
-    family, _, backend = name.partition(":")
-    if family not in IMPLEMENTATIONS or (backend and family != "attnkit"):
-        known = ", ".join([*IMPLEMENTATIONS, "attnkit:<backend>"])
-        raise ValueError(f"implementation is {name!r}, expected one of {known}")
-    attend = IMPLEMENTATIONS[family](case, inputs)
-    if not backend:
-        return attend
-
-    def forced(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with attnkit.use_backend(backend):
-            return attend(q, k, v)
-
-    return forced
+def _document_ids(case: Case, length: int) -> Tensor:
+    count = int(_number(case.terms, "documents"))
+    return (torch.arange(length, device=case.device) * count // length).to(torch.int32)
 
 
-def ran(name: str, case: Case, inputs: Inputs) -> str:
-    """The backend that serves an implementation on a case: ``cpu``, ``reference``, ``torch``..."""
-    family, _, backend = name.partition(":")
-    if family != "attnkit" or backend:
-        return backend or family
-    chosen = attnkit.explain(*inputs[:3], mask=_mask(case, inputs)).chosen
-    if chosen is None:
-        raise NotImplementedError(f"no backend serves {case.label}")
-    return chosen
+def _scattered(case: Case) -> Tensor:
+    draw = torch.Generator().manual_seed(1)
+    keep = torch.rand(case.batch, case.keys, generator=draw) < 0.75
+    keep[:, 0] = True  # every query sees something, under a causal mask too
+    return keep.to(case.device)
 
 
-class Work(NamedTuple):
-    """An operation of one implementation, ready to be timed or checked."""
-
-    call: Callable[[], object]
-    results: Callable[[], tuple[Tensor, ...]]  # (out,) or (out, dq, dk, dv)
-
-
-def prepare(name: str, operation: str, case: Case, inputs: Inputs) -> Work:
-    """``forward`` without gradients, ``backward`` alone (the graph is built here), or ``step``."""
-    if operation not in OPERATIONS:
-        raise ValueError(f"operation is {operation!r}, expected one of {', '.join(OPERATIONS)}")
-    attend = implementation(name, case, inputs)
-    if operation == "forward":
-
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return attend(*inputs[:3])
-
-        return Work(forward, lambda: (forward(),))
-
-    leaves = tuple(x.detach().requires_grad_() for x in inputs[:3])
-
-    def gradients(out: Tensor, keep: bool) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, leaves, inputs.dout, retain_graph=keep)
-
-    def step() -> tuple[Tensor, ...]:
-        out = attend(*leaves)
-        return out.detach(), *gradients(out, keep=False)
-
-    if operation == "step":
-        return Work(step, step)
-    out = attend(*leaves)
-
-    def backward() -> tuple[Tensor, ...]:
-        return gradients(out, keep=True)
-
-    return Work(backward, lambda: (out.detach(), *backward()))
+def _tiles(case: Case) -> Tensor:
+    draw = torch.Generator().manual_seed(2)
+    rows, columns = (-(-length // BLOCK) for length in (case.queries, case.keys))
+    share = _number(case.terms, "blocks")
+    tiles = torch.rand(rows, columns, generator=draw) < share
+    tiles |= torch.eye(rows, columns, dtype=torch.bool)
+    return tiles.to(case.device)

@@ -8,12 +8,13 @@ import os
 import platform
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 import attnkit
+from attnkit.benchmark import peers
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -49,6 +50,7 @@ class Versions:
     torch: str
     attnkit: str
     compiler: str | None  # that built attnkit._C; None without the extension
+    peers: dict[str, str] = field(default_factory=dict)  # the optional libraries that are installed
 
 
 def describe_machine() -> Machine:
@@ -76,6 +78,7 @@ def describe_versions() -> Versions:
         torch=torch.__version__,
         attnkit=attnkit.__version__,
         compiler=_extension_compiler(),
+        peers=peers.versions(),
     )
 
 

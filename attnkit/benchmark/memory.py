@@ -14,12 +14,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
-from attnkit.benchmark.cases import Case, make_inputs, prepare
+from attnkit.benchmark.cases import Case
+from attnkit.benchmark.suites import SUITES
+from attnkit.benchmark.tasks import Task
 
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -90,20 +92,20 @@ class MemoryMeter:
             )
         return self._helper
 
-    def measure(self, name: str, operation: str, case: Case) -> MemoryUse:
-        """Peak extra memory of ``operation`` of the implementation ``name`` on ``case``."""
+    def measure(self, name: str, task: Task) -> MemoryUse:
+        """Peak extra memory of the implementation ``name`` at a task."""
         helper = self._started()
         assert helper.stdin is not None  # both are pipes
         assert helper.stdout is not None
-        request = {"name": name, "operation": operation, "threads": self._threads}
-        helper.stdin.write(json.dumps({**request, "case": asdict(case)}) + "\n")
+        request = {"name": name, "threads": self._threads, **asdict(task)}
+        helper.stdin.write(json.dumps(request) + "\n")
         helper.stdin.flush()
         line = helper.stdout.readline()
         if not line:
             raise RuntimeError(f"the memory helper ended with exit code {helper.wait()}")
         answer = json.loads(line)
         if "error" in answer:
-            raise RuntimeError(f"{name} {operation} on {case.label}: {answer['error']}")
+            raise RuntimeError(f"{name}, {task.group}: {answer['error']}")
         return MemoryUse(**answer)
 
 
@@ -117,16 +119,18 @@ def serve() -> None:
 def _answer(request: dict[str, object]) -> dict[str, object]:
     torch.set_num_threads(int(str(request["threads"])))
     case = Case(**request["case"])  # type: ignore[arg-type]
-    return asdict(measure_here(str(request["name"]), str(request["operation"]), case))
+    task = Task(str(request["suite"]), str(request["operation"]), case)
+    return asdict(measure_here(str(request["name"]), task))
 
 
-def measure_here(name: str, operation: str, case: Case) -> MemoryUse:
+def measure_here(name: str, task: Task) -> MemoryUse:
     """Measure in this process, which should be a fresh one."""
-    small = Case(**{**asdict(case), "queries": WARM_UP_LENGTH, "keys": WARM_UP_LENGTH})
-    prepare(name, operation, small, make_inputs(small)).call()
-    work = prepare(name, operation, case, make_inputs(case))
+    contest = SUITES[task.suite].contest
+    small = replace(task.case, queries=WARM_UP_LENGTH, keys=WARM_UP_LENGTH)
+    contest(small, 0).prepare(name, task.operation).call()
+    work = contest(task.case, 0).prepare(name, task.operation)
     extra, method = peak_growth(work.call)
-    return MemoryUse(extra, method, case.tensor_bytes())
+    return MemoryUse(extra, method, task.case.tensor_bytes())
 
 
 def peak_growth(call: Callable[[], object]) -> tuple[int, str]:

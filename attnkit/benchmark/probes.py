@@ -19,6 +19,7 @@ PROBE = "peak"  # the name of the candidate, in comparisons and results
 # round.  A fixed number, since a trial run on a busy machine says little.
 PROBE_FLOPS = 1e9
 FALLBACK_SIZE = 1024  # of the square matrices; beyond it the rate no longer grows
+BYTES = ("read", "sum", "copy")  # the kinds of probe whose work is bytes
 READ_BYTES = 256 << 20  # several times the last-level cache of a large server
 
 
@@ -27,26 +28,32 @@ class Probe:
     """Work whose amount is known.
 
     ``kind`` says what ran: ``fma`` or ``read`` are loops in attnkit's extension that do nothing
-    else; ``matmul`` and ``sum`` are PyTorch's operations, used without the extension, and stay
-    below the machine's peak.
+    else; ``matmul`` and ``sum`` are PyTorch's operations, used without the extension and on a GPU,
+    as is ``copy``, and stay below the machine's peak.
     """
 
     kind: str
     work: float  # floating-point operations, or bytes, of one call
     call: Callable[[], object]
+    stopwatch: Callable[[Callable[[], object]], float] | None = None
 
     def candidate(self, name: str = PROBE) -> Candidate:
         """The probe as a candidate of ``compare``."""
-        return Candidate(name, self.call)
+        return Candidate(name, self.call, stopwatch=self.stopwatch)
 
 
 @dataclass(frozen=True)
 class Peak:
-    """A rate that was measured, in work per second (FLOP/s or bytes/s)."""
+    """A rate that was measured, in work per second."""
 
     kind: str
     median: float
     best: float
+
+    @property
+    def unit(self) -> str:
+        """``FLOP/s`` or ``B/s``."""
+        return "B/s" if self.kind in BYTES else "FLOP/s"
 
     @classmethod
     def of(cls, probe: Probe, samples: Samples) -> Peak:

@@ -1,9 +1,9 @@
 """The file format of measurements, and the table made of them.
 
-Version 1 of the format, one JSON object::
+Version 2 of the format, one JSON object::
 
     schema     "attnkit.benchmark"
-    version    1; grows when a field changes its meaning or goes away
+    version    2; grows when a field changes its meaning or goes away
     created    date and time, ISO 8601 with the offset from UTC
     machine    see machine.Machine
     versions   see machine.Versions
@@ -13,6 +13,8 @@ Version 1 of the format, one JSON object::
     skipped    case, operation, implementation and the reason, for what was asked but not timed
 
 Fields may be added within a version, and readers ignore fields that they do not know.
+
+Version 1, which is read as well, had neither ``suite`` nor ``bytes``, and peaks of FLOP/s alone.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ from attnkit.benchmark.probes import Peak
 from attnkit.benchmark.timing import Ratio, Samples, paired_ratio
 
 SCHEMA = "attnkit.benchmark"
-VERSION = 1
+VERSION = 2
+READABLE = (1, 2)
+BASELINES = ("attnkit-plain", "torch", "hf:sdpa")  # of a group, the first that took part
 
 _T = TypeVar("_T")
 
@@ -49,7 +53,7 @@ class Row:
     """
 
     group: str
-    operation: str  # forward, backward, step
+    operation: str  # of the suite: forward, backward, step, decode, ...
     implementation: str  # attnkit, torch, naive, ...
     backend: str  # that ran; the implementation's name where it has no backends
     shape: dict[str, int]
@@ -59,12 +63,14 @@ class Row:
     seconds: tuple[float, ...]  # per call, the median of each round
     best: float  # seconds of the fastest call
     batch: int  # calls between two looks at the clock
-    flops: float  # of one call, by the formula of Case.flops
-    peak: Peak | None = None  # FLOP/s, probed in the same rounds
+    flops: float  # of one call, by the formula of Case.flops; 0 where there is none
+    peak: Peak | None = None  # FLOP/s, or bytes/s where bytes bound it, probed in the same rounds
     errors: dict[str, float] = field(default_factory=dict)  # largest row error against float64
     extra_bytes: int | None = None  # peak memory beyond the inputs
     memory_method: str | None = None  # hwm or maxrss, see memory.MemoryUse
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)  # tokens of a call, compile_seconds
+    suite: str = ""  # that it belongs to; the operation's name in version 1
+    bytes: float | None = None  # of one call, where they bound it: caches, queries, output
 
     @property
     def samples(self) -> Samples:
@@ -77,15 +83,24 @@ class Row:
         return self.flops / self.best / 1e9
 
     @property
+    def gigabytes(self) -> float | None:
+        """Achieved GB/s of the fastest call."""
+        return None if self.bytes is None else self.bytes / self.best / 1e9
+
+    @property
     def share_of_peak(self) -> float | None:
         """The fastest call's rate as a part of the fastest probe's."""
-        return None if self.peak is None else self.flops / self.best / self.peak.best
+        if self.peak is None:
+            return None
+        work = self.bytes if self.peak.unit == "B/s" else self.flops
+        return work / self.best / self.peak.best if work else None
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, and beside them what follows from them, for readers without this package."""
         derived = {
             "median": self.samples.median,
             "gflops": self.gflops,
+            "gigabytes": self.gigabytes,
             "share_of_peak": self.share_of_peak,
         }
         return asdict(self) | derived
@@ -96,7 +111,8 @@ class Row:
         row = _known(cls, data)
         peak = row.get("peak")
         row["peak"] = None if peak is None else Peak(**_known(Peak, peak))
-        return cls(**(row | {"seconds": tuple(row["seconds"])}))
+        suite = row.get("suite") or row["operation"]
+        return cls(**(row | {"seconds": tuple(row["seconds"]), "suite": suite}))
 
 
 @dataclass(frozen=True)
@@ -151,8 +167,9 @@ class Results:
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             found = data.get("schema") if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"schema is {found!r}, expected {SCHEMA!r}")
-        if data.get("version") != VERSION:
-            raise ValueError(f"version is {data.get('version')!r}, expected {VERSION}")
+        if data.get("version") not in READABLE:
+            known = " or ".join(map(str, READABLE))
+            raise ValueError(f"version is {data.get('version')!r}, expected {known}")
         machine = _known(Machine, data["machine"])
         for name in ("flags", "gpus"):
             machine[name] = tuple(machine[name])
@@ -177,27 +194,37 @@ class Results:
         """Read a file that ``save`` wrote; errors as ``from_json``."""
         return cls.from_json(Path(path).read_text())
 
-    def ratio(self, row: Row, baseline: str = "torch") -> Ratio | None:
+    def baseline(self, group: str) -> str | None:
+        """Whom the others of a group are compared with: the first of BASELINES that took part."""
+        present = {row.implementation for row in self.rows if row.group == group}
+        return next((name for name in BASELINES if name in present), None)
+
+    def ratio(self, row: Row, baseline: str | None = None) -> Ratio | None:
         """How many times faster ``row`` is than the baseline of its group, None without one."""
+        baseline = baseline or self.baseline(row.group)
         for other in self.rows:
             if other.group == row.group and other.implementation == baseline:
                 return paired_ratio(row.samples, other.samples)
         return None
 
 
-def markdown(results: Results, baseline: str = "torch") -> str:
+def markdown(results: Results) -> str:
     """A table of the rows, with the machine above and what was skipped below."""
+    baselines = {results.baseline(row.group) for row in results.rows} - {None}
     lines = [
         f"{headline(results.machine, results.versions)}; {results.created}",
         "",
-        "| case | operation | implementation | median ms | best ms | GF/s | of peak "
-        f"| x {baseline} (middle half) | extra MiB | row error |",
+        "| case | operation | implementation | median ms | best ms | GF/s or GB/s | of peak "
+        f"| x {baselines.pop() if len(baselines) == 1 else 'baseline'} (middle half) | extra MiB "
+        "| row error |",
         "|---|---|---|--:|--:|--:|--:|--:|--:|--:|",
-        *(_line(results, row, baseline) for row in results.rows),
+        *("| " + " | ".join(cells(results, row)) + " |" for row in results.rows),
     ]
     kinds = sorted({row.peak.kind for row in results.rows if row.peak})
     if kinds:
         lines += ["", f"Peak: {', '.join(kinds)}, probed in the same rounds."]
+    if baselines:
+        lines += [f"Baseline: {', '.join(BASELINES)}; the first that took part, at 1.00."]
     lines += [
         f"Skipped: {s['case']} {s['operation']} {s['implementation']}: {s['reason']}."
         for s in results.skipped
@@ -205,24 +232,30 @@ def markdown(results: Results, baseline: str = "torch") -> str:
     return "\n".join(lines) + "\n"
 
 
-def _line(results: Results, row: Row, baseline: str) -> str:
+def cells(results: Results, row: Row) -> list[str]:
+    """A row of the table, as text."""
     name = row.implementation
     if row.backend not in row.implementation:
         name += f" ({row.backend})"
-    ratio, share = results.ratio(row, baseline), row.share_of_peak
-    cells = [
+    ratio, share = results.ratio(row), row.share_of_peak
+    if row.gigabytes is not None:
+        rate = f"{row.gigabytes:.3g} GB/s"
+    elif "tokens" in row.extra:
+        rate = f"{row.extra['tokens'] / row.samples.median:.3g} tokens/s"
+    else:
+        rate = f"{row.gflops:.3g}"
+    return [
         row.group.removesuffix(" " + row.operation),
         row.operation,
         name,
         f"{row.samples.median * 1e3:.3g}",
         f"{row.best * 1e3:.3g}",
-        f"{row.gflops:.3g}",
+        rate,
         "" if share is None else f"{share:.0%}",
         "" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})",
         "" if row.extra_bytes is None else f"{row.extra_bytes / 2**20:.1f}",
         f"{max(row.errors.values()):.1e}" if row.errors else "",
     ]
-    return "| " + " | ".join(cells) + " |"
 
 
 def _known(kind: type[_T], data: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,12 +28,14 @@ class Candidate:
     """One way to do the work.
 
     ``call`` takes no argument; its result is dropped.  ``finish`` waits for work that ``call`` only
-    queued (a GPU); it is part of the time.
+    queued; it is part of the time.  ``stopwatch`` times one call in place of the clock (a GPU does,
+    see ``gpu.Stopwatch``): it is given ``call`` and returns seconds.
     """
 
     name: str
     call: Callable[[], object]
     finish: Callable[[], object] | None = None
+    stopwatch: Callable[[Callable[[], object]], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,8 @@ def _batch_size(candidate: Candidate, clock: Callable[[], float]) -> int:
     """How many calls are long enough for the clock; also the warm-up."""
     _time_batch(candidate, 1, clock)
     calls = 1
+    if candidate.stopwatch is not None:  # which times one call, however short
+        return calls
     while calls < 1 << 20 and _time_batch(candidate, calls, clock) < TICK:
         calls *= 2
     return calls
@@ -192,6 +196,8 @@ def _time_round(
 
 def _time_batch(candidate: Candidate, calls: int, clock: Callable[[], float]) -> float:
     call, finish = candidate.call, candidate.finish
+    if candidate.stopwatch is not None:
+        return candidate.stopwatch(call)
     start = clock()
     for _ in itertools.repeat(None, calls):
         call()

@@ -77,14 +77,14 @@ class Options:
         """What to time."""
         if self.quick:
             cases: tuple[Case, ...] = (Case(1, 2, 128, 32, mask="causal", device=self.device),)
-            return Preset(cases, settings=Settings(rounds=1, min_time=0.001, seed=self.seed))
+            return Preset.of(cases, settings=Settings(rounds=1, min_time=0.001, seed=self.seed))
         cases = (
             Case(1, 8, 1024, 64, device=self.device),
             Case(1, 8, 1024, 64, mask="causal", device=self.device),
             Case(8, 8, 256, 64, mask="padded", device=self.device),
             Case(1, 4, 4096, 64, mask="causal", device=self.device),
         )
-        return Preset(cases, settings=Settings(rounds=5, min_time=0.02, seed=self.seed))
+        return Preset.of(cases, settings=Settings(rounds=5, min_time=0.02, seed=self.seed))
 
 
 @dataclass

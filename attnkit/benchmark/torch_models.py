@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,8 @@ from attnkit.models.config import ModelConfig
 Past = list[tuple[Tensor, Tensor]]
 
 
-def torch_layer(kind: type[nn.Module], config: ModelConfig) -> nn.Module:
+def torch_layer(kind: Any, config: ModelConfig) -> Any:
+    """A layer of torch.nn with the sizes of ``config``."""
     return kind(
         config.d_model,
         config.num_heads,
@@ -42,13 +43,16 @@ def torch_state(model: nn.Module, stack: str) -> dict[str, Tensor]:
 class TorchEmbedding(nn.Module):
     """Embeddings and sines as our models have them; padding stands on the right."""
 
-    def __init__(self, table: nn.Embedding, positions: nn.Module, dropout: float) -> None:
+    sines: Tensor
+
+    def __init__(self, table: Any, positions: Any, dropout: float) -> None:
         super().__init__()
         self.table = copy.deepcopy(table)
         self.register_buffer("sines", positions.weight.clone())
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
+        """[B, L, width] of the tokens [B, L] that stand at ``start`` and after it."""
         places = self.sines[start : start + tokens.shape[1]]
         width = self.table.embedding_dim
         return self.dropout(self.table(tokens) * math.sqrt(width) + places)
@@ -64,9 +68,11 @@ class TorchModel(nn.Module):
         self._tied = [table]  # in a list, so that it is registered once
 
     def logits(self, x: Tensor) -> Tensor:
+        """Scores of the vocabulary."""
         return F.linear(x, self._tied[0].weight) if self.output is None else self.output(x)
 
     def causal(self, tokens: Tensor) -> Tensor:
+        """0 and -inf, [L, L]."""
         dtype = self._tied[0].weight.dtype
         return nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=dtype)
 
@@ -78,7 +84,8 @@ class TorchModel(nn.Module):
         zeros = torch.zeros(tokens.shape, dtype=self._tied[0].weight.dtype)
         return zeros.masked_fill(hidden, -math.inf) if hidden.any() else None
 
-    def stack(self, model: nn.Module, name: str, depth: int, norm: nn.Module) -> nn.Module:
+    def stack(self, model: nn.Module, name: str, depth: int, norm: nn.Module) -> Any:
+        """torch.nn's stack with the weights of one of ours."""
         config, (kind, layer) = self.config, STACKS["decoder" if name == "decoder" else "encoder"]
         nested = {} if name == "decoder" else {"enable_nested_tensor": False}
         made = kind(torch_layer(layer, config), depth, nn.LayerNorm(config.d_model), **nested)
@@ -104,12 +111,14 @@ class TorchLM(TorchModel):
         self.layers = self.stack(model, "layers", config.num_layers, model.norm)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [B, L, vocabulary]."""
         # padding on the right is seen by no token under the causal mask
         x = self.layers(self.embedding(tokens), mask=self.causal(tokens), is_causal=True)
         return self.logits(x)
 
     @torch.no_grad()
     def generate(self, prompt: Tensor, count: int) -> Tensor:
+        """The likeliest tokens after the prompt, [B, count]."""
         past: Past = []
         fed, start, written = prompt, 0, []
         for _ in range(count):
@@ -140,9 +149,11 @@ class TorchTranslator(TorchModel):
         self.decoder = self.stack(model, "decoder", config.num_decoder_layers, model.decoder_norm)
 
     def encode(self, source: Tensor) -> Tensor:
+        """The encoder's output."""
         return self.encoder(self.source(source), src_key_padding_mask=self.padding(source))
 
     def decode(self, target: Tensor, memory: Tensor, hidden: Tensor | None) -> Tensor:
+        """Logits of the target, from the encoder's output."""
         x = self.decoder(
             self.target(target),
             memory,
@@ -153,10 +164,12 @@ class TorchTranslator(TorchModel):
         return self.logits(x)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Logits [B, L, vocabulary] of the target."""
         return self.decode(target, self.encode(source), self.padding(source))
 
     @torch.no_grad()
     def generate(self, source: Tensor, count: int) -> Tensor:
+        """The likeliest translation, [B, count]."""
         encoded = self.encode(source)
         memory = [keys_values(layer.multihead_attn, encoded) for layer in self.decoder.layers]
         past: Past = []
@@ -173,10 +186,11 @@ class TorchTranslator(TorchModel):
 
 
 def heads_of(x: Tensor, heads: int) -> Tensor:
+    """[B, L, H D] to [B, H, L, D]."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def with_past(attention: nn.MultiheadAttention, x: Tensor, past: Past, index: int) -> Tensor:
+def with_past(attention: Any, x: Tensor, past: Past, index: int) -> Tensor:
     """Self-attention of the new tokens x to themselves and those before; ``past`` grows."""
     projected = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)
     q, k, v = (heads_of(part, attention.num_heads) for part in projected.chunk(3, -1))
@@ -189,14 +203,19 @@ def with_past(attention: nn.MultiheadAttention, x: Tensor, past: Past, index: in
     return attention.out_proj(out.transpose(1, 2).flatten(2))
 
 
-def keys_values(attention: nn.MultiheadAttention, memory: Tensor) -> Iterable[Tensor]:
+def keys_values(attention: Any, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of the encoder's output, [B, H, L, D] each."""
     width = attention.embed_dim
     projected = F.linear(memory, attention.in_proj_weight[width:], attention.in_proj_bias[width:])
-    return [heads_of(part, attention.num_heads) for part in projected.chunk(2, -1)]
+    k, v = (heads_of(part, attention.num_heads) for part in projected.chunk(2, -1))
+    return k, v
 
 
-def across(attention: nn.MultiheadAttention, x: Tensor, kv: Iterable[Tensor]) -> Tensor:
+def across(attention: Any, x: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
+    """Cross-attention of x to keys and values."""
     width = attention.embed_dim
     projected = F.linear(x, attention.in_proj_weight[:width], attention.in_proj_bias[:width])
     q = heads_of(projected, attention.num_heads)
-    return attention.out_proj(F.scaled_dot_product_attention(q, *kv).transpose(1, 2).flatten(2))
+    return attention.out_proj(
+        F.scaled_dot_product_attention(q, kv[0], kv[1]).transpose(1, 2).flatten(2)
+    )
