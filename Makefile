@@ -77,7 +77,7 @@ verify: ready-demo
 	@$(BIN)/attnkit verify $(ARGS)
 
 docs: ready-docs
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q $(ARGS)
+	@mkdir -p build && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS) >build/docs.log 2>&1 || { cat build/docs.log; exit 1; }
 	@echo 'build/docs/index.html'
 
 lint: ready-lint
