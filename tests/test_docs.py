@@ -162,6 +162,19 @@ def test_the_performance_page_has_every_measurement():
 
 
 @checkout
+def test_results_of_the_benchmark_become_a_table(tmp_path):
+    from attnkit.benchmark import Results
+
+    hooks, results = load("hooks"), Results.here((), {})
+    (tmp_path / "a.json").write_text(results.to_json())
+    (tmp_path / "b.json").write_text('{"something": "else"}')
+    text = hooks.measured(tmp_path / "a.json")
+    assert text.startswith(f"## {results.machine.cpu}, 20")
+    assert "| case | operation | implementation |" in text
+    assert hooks.measured(tmp_path / "b.json") == ""
+
+
+@checkout
 def test_links_to_what_the_site_has_not_become_text():
     hooks = load("hooks")
     text = "[a](CONTRIBUTING.md) [b](docs/masks.md#traps) [LICENSE](LICENSE)\n```\n[c](d.md)\n```\n"
