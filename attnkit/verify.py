@@ -159,8 +159,12 @@ def _numbers(run: Runner, backend: str, case: Case, dtype: torch.dtype) -> Found
     x, want = testing.expected(case, dtype)
     here = moved(x, run.device)
     if run.module.supports(*here[:5]) is None:
-        got = testing.run(backend, here, ("backward", backend) in determinism.PROMISES)
+        gradients = ("backward", backend) in determinism.PROMISES
+        got = testing.run(backend, here, gradients)
         back: list[Any] = [t if t is None else t.cpu() for t in got]
+        for name in want.allowed:
+            if gradients and getattr(got, name) is None:
+                yield name, None, [f"{case.name}: there is none"]
         yield from _compared(Results(*back), want, case.name)
 
 
@@ -286,6 +290,8 @@ def examine(target: Target, end: float, progress: Callable[[int, int], None]) ->
             report.note("raised", dtype, None, [f"{type(error).__name__}: {error}"[:500]])
         report.done += 1
         progress(report.done, report.steps)
+    if not any(row == "out" for row, _ in report.cells) and not report.wrong:
+        report.fault = "it declined every call"
     return report
 
 

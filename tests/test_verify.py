@@ -94,6 +94,23 @@ def test_a_slightly_wrong_kernel_is_found(few, monkeypatch, function, n, row):
 
 
 @built
+def test_a_gradient_that_is_missing_is_found(few, monkeypatch):
+    right = cpu.backward
+    monkeypatch.setattr(cpu, "backward", lambda *x: (*right(*x)[:3], None, None))
+    report = examined(own_target())
+    assert report.cells["dbias", "fp32"].wrong == ["small: there is none"]
+    assert report.cells["dsinks", "fp32"].wrong
+
+
+@built
+def test_a_backend_that_declines_everything_is_no_result(few, monkeypatch):
+    monkeypatch.setattr(cpu, "supports", lambda *x: "not today")
+    assert examined(own_target()).wrong == [
+        f"cpu ({cpu.instruction_set()}): it declined every call"
+    ]
+
+
+@built
 def test_a_token_in_a_wrong_slot_is_found(few, monkeypatch):
     right = cpu.append
     monkeypatch.setattr(cpu, "append", lambda k, v, *rest: right(k, v.roll(1, 1), *rest))
