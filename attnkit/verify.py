@@ -1,7 +1,7 @@
 """Every kernel of this machine beside float64, in half a minute: what `attnkit verify` runs.
 
 A `Target` is a backend, and for the CPU kernels one of the instruction sets that this processor
-has.  Each is checked in a process of its own, two at a time: an instruction set is chosen when the
+has.  Each is checked in a process of its own, some at a time: an instruction set is chosen when the
 kernels first run, and a kernel that crashes is then a line of the report, not its end.  What is
 checked: out, lse and every gradient of `CASES`; a decoding step on caches of each kind; new tokens
 on their way into a cache; and the bits that `attnkit.determinism.PROMISES` promises.
@@ -34,7 +34,7 @@ from attnkit.testing import Case, Expected, Inputs, Results
 
 SECONDS = 30.0  # in which all of it has to be done
 AT_LEAST = 4  # checks of each target that are done however late it is
-AT_ONCE = 2  # processes
+AT_ONCE = max(2, min(6, os.cpu_count() or 2))  # processes
 PATIENCE = 120.0  # seconds without a word after which a process is taken to hang
 DTYPES = {
     "fp32": torch.float32,
@@ -68,6 +68,7 @@ class Target(NamedTuple):
     backend: str
     isa: str = ""  # of the CPU kernels
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    bits: tuple[str, ...] = ("fp32",)  # dtypes in which promises of the same bits are tried
 
     def __str__(self) -> str:
         return f"{self.backend} ({self.isa})" if self.isa else self.backend
@@ -121,12 +122,12 @@ def targets() -> list[Target]:
             forced = os.environ.get("ATTNKIT_CPU_ISA")
             sets = [forced] if forced else [s for s in cpu.available_isas() if s not in FOR_TESTS]
             # the kernels of float64 are one and the same for all sets
-            found.append(Target(name, sets[0], tuple(DTYPES)))
+            found.append(Target(name, sets[0], tuple(DTYPES), tuple(DTYPES)))
             found += [Target(name, isa) for isa in sets[1:]]
         elif name == "reference":
             found.append(Target(name, dtypes=tuple(DTYPES)))
         else:
-            found.append(Target(name))
+            found.append(Target(name, bits=("fp32", "bf16", "fp16")))
     return found
 
 
@@ -148,7 +149,7 @@ def steps(target: Target) -> list[tuple[str, Callable[[], Found]]]:
         found.append((name, partial(_decoding, run, dtype)))
         if appends:
             found.append((name, partial(_appending, run, dtype)))
-    for name in target.dtypes:
+    for name in target.bits:
         for operation in determinism.OPERATIONS:
             for kind in determinism.PROMISES.get((operation, target.backend), ()):
                 found.append((name, partial(_bits, run, operation, kind, DTYPES[name])))

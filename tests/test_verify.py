@@ -30,7 +30,7 @@ def few(monkeypatch):
 
 
 def own_target(*dtypes: str) -> Target:
-    return Target("cpu", cpu.instruction_set(), dtypes or ("fp32",))
+    return Target("cpu", cpu.instruction_set(), dtypes or ("fp32",), dtypes or ("fp32",))
 
 
 def examined(target: Target, end: float = math.inf) -> Report:
