@@ -47,7 +47,8 @@ _LIKE: dict[str, Any] = {"dim": 64, "heads": 4, "kv_heads": 2}
 CASES = (
     Case("full", 1, queries=70, keys=130, **_LIKE),
     Case("causal", 2, queries=130, keys=130, right=0, **_LIKE),
-    Case("causal, bottom right", 2, queries=37, keys=130, right=0, bottom_right=True, **_LIKE),
+    # more than two groups of keys of any kernel: what was summed is rescaled
+    Case("long, bottom right", 1, queries=70, keys=1100, right=0, bottom_right=True, **_LIKE),
     Case("lengths and sinks", 3, queries=65, keys=130, hide="lengths", sinks=True, **_LIKE),
     Case("window and softcap", 1, 2, 1, 70, 200, 32, left=40, right=3, softcap=3.0),
     Case("left padding and ALiBi", 2, 2, 1, 65, 65, 16, right=0, hide="left", alibi="head"),
