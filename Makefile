@@ -27,7 +27,7 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help demo test bench gpu-check info lint format types sanitize native spills mutants check-cuda wheel clean distclean always
+.PHONY: help demo test bench gpu-check info verify docs lint format types sanitize native spills mutants check-cuda wheel clean distclean always
 
 help:
 	@echo 'make demo      train a Transformer on the kernels, translate dates, write runs/demo/index.html'
@@ -35,6 +35,8 @@ help:
 	@echo 'make bench     measure against PyTorch'
 	@echo 'make gpu-check on a machine with a GPU: every kernel against float64, races, then times, into DIR'
 	@echo 'make info      machine, versions, backends, and why a backend is missing'
+	@echo 'make verify    every kernel of this machine against float64, in half a minute'
+	@echo 'make docs      build the documentation into build/docs'
 	@echo 'make lint      ruff and clang-format, changing nothing    (make format changes)'
 	@echo 'make types     mypy'
 	@echo 'make sanitize  the tests of the C++ kernels under ASan and UBSan'
@@ -70,6 +72,13 @@ gpu-check:
 
 info: ready-demo
 	@$(BIN)/attnkit info $(ARGS)
+
+verify: ready-demo
+	@$(BIN)/attnkit verify $(ARGS)
+
+docs: ready-docs
+	@mkdir -p build && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS) >build/docs.log 2>&1 || { cat build/docs.log; exit 1; }
+	@echo 'build/docs/index.html'
 
 lint: ready-lint
 	@$(BIN)/ruff check .

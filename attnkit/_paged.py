@@ -281,8 +281,9 @@ class PagedKVCache:
                 in that precision, before they are rounded or quantised.
 
         Raises:
-            As `reserve`; ValueError for another shape or device, or too short a table; TypeError
-            for another dtype; RuntimeError for keys that require a gradient.
+            TypeError: another dtype, or as `reserve`.
+            ValueError: another shape or device, too short a table, or as `reserve`.
+            RuntimeError: keys that require a gradient.
         """
         index, cache, tables = self._place(k, v, sequences, rotary)
         backend = dispatch.select_append(k, v, self.k, self.v)

@@ -237,8 +237,7 @@ class KVCache(_Cache):
             left: tokens before its own that a query sees; None: all of them.
             options: of ``attend``; with a bias, of :func:`attnkit.functional.attention`.
 
-        Raises:
-            As :meth:`append`.
+        Raises what `append` does.
         """
         if bias is not None:
             self._write(k, v, counts)
@@ -402,8 +401,7 @@ class RingKVCache(_Cache):
     ) -> Tensor:
         """Attention of the queries [B, Hq, n, D] that come with n new tokens, which are appended.
 
-        Raises:
-            As :meth:`append`.
+        Raises what `append` does.
         """
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
         n = self._check(k, v, counts)

@@ -152,6 +152,7 @@ def build_parser() -> argparse.ArgumentParser:
         description=(
             "Outputs, every gradient, decoding, appending to caches, and the bits that are "
             "promised: on every backend that this machine has, and with every instruction set. "
+            "What there is no time for is left out, and the summary says so. "
             "The exit status is 1 if anything is wrong. With `attnkit info` it is what a report "
             "of a bug should contain."
         ),

@@ -62,8 +62,7 @@ def flash_attn_func(
         out [B, Lq, H, Dv]; with return_attn_probs (out, lse [B, H, Lq] float32, weights
         [B, H, Lq, Lk], empty without dropout).
 
-    Raises:
-        As :func:`attnkit.attention`.
+    Raises what `attnkit.attention` does.
     """
     for name, t in (("q", q), ("k", k), ("v", v)):
         _expect_dims(name, t, 4, "[batch, length, heads, head dim]")
@@ -224,9 +223,11 @@ def flash_attn_with_kvcache(
     Returns:
         out [B, Lq, H, Dv], and with return_softmax_lse (out, lse).  It has no gradient.
 
+    Raises what `attnkit.decode_attention` does, before anything is written, and
+
     Raises:
-        As :func:`attnkit.decode_attention`; ValueError for arguments that do not go together;
-        RuntimeError for new keys that do not fit.  Then nothing was written.
+        ValueError: arguments that do not go together.
+        RuntimeError: new keys that do not fit.
     """
     for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         _expect_dims(name, t, 4, "4 dimensions, heads before the last")

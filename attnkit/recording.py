@@ -30,9 +30,11 @@ _TILE = 1 << 22  # weights that are held at once
 class HeadSummary(NamedTuple):
     """What the heads of a layer do, each [B, H]: means over the queries that see a key.
 
-    entropy   of the weights of a row, in nats: 0 looks at one key, log(S) at all alike
-    distance  between a query and the keys it looks at, in positions (of one sequence)
-    first     share of the weight on the first key that a query sees
+    ======== =======================================================================
+    entropy  of the weights of a row, in nats: 0 looks at one key, log(S) at all alike
+    distance between a query and the keys it looks at, in positions (of one sequence)
+    first    share of the weight on the first key that a query sees
+    ======== =======================================================================
     """
 
     entropy: Tensor

@@ -26,7 +26,8 @@ class Drawing:
             f"<title>{title}</title>",
             f"<rect width='{width:g}' height='{height:g}' fill='{PAPER}'/>",
             "<defs><marker id='tip' viewBox='0 0 8 8' refX='7' refY='4' markerWidth='7' "
-            f"markerHeight='7' orient='auto'><path d='M0 0 8 4 0 8z' fill='{INK}'/></marker></defs>",
+            f"markerHeight='7' orient='auto'><path d='M0 0 8 4 0 8z' fill='{INK}'/></marker>"
+            "</defs>",
         ]
 
     def box(self, x: float, y: float, w: float, h: float, fill: str, line: str = "none") -> None:
@@ -104,7 +105,7 @@ def spans() -> str:
 
 def backward() -> str:
     """Who adds what in the backward pass of the CPU kernels."""
-    d, w, h, x0, y0 = Drawing(640, 330, "The backward pass in chunks of keys"), 62, 52, 190, 70
+    d, w, h, x0, y0 = Drawing(640, 352, "The backward pass in chunks of keys"), 62, 52, 190, 70
     for c in range(4):
         d.text(x0 - 14, y0 + c * h + 30, f"chunk {c} of keys", 13, at="end")
         for r in range(5):
@@ -120,7 +121,7 @@ def backward() -> str:
         d.arrow(x, y0 + 4 * h - 2, x, y0 + 4 * h + 16)
         d.text(x, y0 + 4 * h + 32, "dQᵀ", 13, ORANGE)
     d.text(x0 + 2.5 * w, 54, "of 64 queries", 12, GREY)
-    d.text(320, 322, "down a column in the order of the chunks: a turnstile", 12.5, GREY)
+    d.text(344, 342, "down a column in the order of the chunks: a turnstile", 12.5, GREY)
     return d.done()
 
 
@@ -138,7 +139,7 @@ def split() -> str:
         d.box(x + wide / 2 - 44, 116, 88, 36, PAPER, INK)
         d.text(x + wide / 2, 139, f"o{'₀₁₂₃'[n]}, ℓ{'₀₁₂₃'[n]}", 14)
         d.arrow(x + wide / 2, 154, 320 + (n - 1.5) * 50, 190)
-    d.box(210, 194, 220, 36, ORANGE)
+    d.box(196, 194, 248, 36, ORANGE)
     d.text(320, 217, "joined, in the order of the chunks", 13)
     d.text(320, 252, "one worker each, at the same time; q is the same for all", 12.5, GREY)
     return d.done()

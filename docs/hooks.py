@@ -12,8 +12,8 @@ tests/test_docs.py, which does the same without MkDocs.  In a plain view of the 
 from __future__ import annotations
 
 import html
+import json
 import re
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,10 @@ def snippet(path: Path, spec: str) -> str:
         if not ends:
             raise LookupError(f"{path}: {last!r} does not follow {first!r}")
         stop = ends[0]
-    return textwrap.dedent("\n".join(lines[starts[0] : stop + 1]))
+    shown = lines[starts[0] : stop + 1]
+    # a #pragma stands at the margin, wherever its code does
+    margin = min(len(t) - len(t.lstrip()) for t in shown if t.strip() and not t.startswith("#"))
+    return "\n".join(t if t.startswith("#") else t[margin:] for t in shown)
 
 
 def with_code(text: str, folder: Path) -> str:
@@ -102,18 +105,32 @@ def with_links(text: str, file: Path, page: Path) -> str:
 
 
 def performance() -> str:
-    """All measurements of bench/results, the newest first."""
-    pages = sorted(RESULTS.glob("2*.md"), reverse=True)
+    """All measurements of bench/results, the newest first: pages, and files of the benchmark."""
     intro = [
         "# Performance",
         "",
-        "What follows is `bench/results`, as it was measured: each part names its machine, its day and",
-        "its commit. Implementations of a row ran in interleaved rounds, and each result was checked",
-        "against float64 before it was timed. Figures from another machine say little about yours:",
-        "`make bench` measures there. No figure here is from a GPU.",
+        "What follows is `bench/results`, as it was measured: each part names its machine, its day",
+        "and its commit. Ratios are between implementations that ran in interleaved rounds.",
+        "Figures from another machine say little about yours: `make bench` measures there.",
     ]
-    texts = [re.sub(r"^#", "##", page.read_text(), flags=re.M) for page in pages]
+    files = sorted(RESULTS.glob("2*.md")) + sorted(RESULTS.glob("*.json"))
+    texts = [text for file in sorted(files, key=lambda f: f.name, reverse=True)
+             if (text := measured(file))]  # fmt: skip
     return "\n".join(intro) + "\n\n" + "\n\n".join(texts)
+
+
+def measured(file: Path) -> str:
+    """A file of measurements as a part of a page; nothing for other files of JSON."""
+    text = file.read_text()
+    if file.suffix == ".md":
+        return re.sub(r"^#", "##", text, flags=re.M)
+    if json.loads(text).get("schema") != "attnkit.benchmark":
+        return ""
+    from attnkit.benchmark import Results, markdown
+
+    results = Results.from_json(text)
+    title = f"## {results.machine.cpu}, {results.created[:10]}"
+    return f"{title}\n\nCommit {results.commit}.\n\n{markdown(results)}"
 
 
 # ---------------------------------------------------------------- what MkDocs calls
@@ -147,6 +164,8 @@ def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
         latex = html.unescape(match["latex"])
         display = "block" if match["tag"] == "div" else "inline"
         drawn = convert(latex, display=display)
+        if "<mi>&</mi>" in drawn or "\\" in drawn:  # it takes what it does not know for text
+            raise ValueError(f"{page.file.src_uri}: a formula that cannot be drawn: {latex}")
         return f'<{match["tag"]} class="formula">{drawn}</{match["tag"]}>'
 
     return re.sub(

@@ -1,9 +1,7 @@
-"""What is installed, and how: the extension, the pure install, metadata, the pages' code."""
+"""What is installed, and how: the extension, the pure install, metadata."""
 
 from __future__ import annotations
 
-import ast
-import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -14,7 +12,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import attnkit
 
@@ -41,10 +38,6 @@ def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complet
         text=True,
         timeout=300,
     )
-
-
-def code_blocks(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
 
 
 @pytest.fixture(scope="module")
@@ -208,69 +201,3 @@ def test_a_compiler_that_fails_is_an_error_that_says_what_to_do(tmp_path):
     assert f"compiling attnkit._C with '{compiler}' failed" in said
     assert "ATTNKIT_BUILD_EXT=0 installs without the extension" in said
     assert not list(tmp_path.rglob("*.so"))
-
-
-# --- the documentation ---------------------------------------------------------------------------
-
-
-@checkout
-@pytest.mark.parametrize("page", ["README.md", "docs/troubleshooting.md", "docs/backends.md"])
-def test_the_code_of_a_page_runs(page, monkeypatch):
-    blocks = code_blocks(page)
-    assert blocks
-    # the graph is what counts here; to compile it as well takes half a minute
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    names: dict[str, object] = {}
-    for block in blocks:
-        if not ("transformers" in block and importlib.util.find_spec("transformers") is None):
-            exec(compile(block, page, "exec"), names)
-
-
-@checkout
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
-def test_each_drop_in_of_the_readme_is_short_and_runs_on_attnkit(ran):
-    section = (ROOT / "README.md").read_text().split("## Drop-ins")[1].split("\n## ")[0]
-    blocks = re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
-    names = {"torch": torch, **dict.fromkeys("qkv", torch.randn(1, 2, 8, 16))}
-    assert len(blocks) == 5
-    for block in blocks:
-        assert len(ast.parse(block).body) <= 6
-        if "torch.compile" in block:  # a graph calls operators, which are not recorded
-            continue
-        if "transformers" in block and importlib.util.find_spec("transformers") is None:
-            continue
-        del ran[:]
-        exec(compile(block, "README.md", "exec"), names)
-        assert ran
-
-
-READ = re.compile(r'(?:environ(?:\.get\(|\[)|getenv\()"(ATTNKIT_\w+)"')
-
-
-@checkout
-def test_the_readme_lists_every_environment_variable_and_there_are_few():
-    sources = [ROOT / "setup.py"]
-    for folder in ("attnkit", "kernels", "csrc"):
-        suffixes = {".py", ".cpp", ".h", ".inl", ".cu", ".cuh"}
-        sources += [path for path in (ROOT / folder).rglob("*") if path.suffix in suffixes]
-    read = {name for path in sources for name in READ.findall(path.read_text())}
-    listed = set(re.findall(r"^\| `(ATTNKIT_\w+)`", (ROOT / "README.md").read_text(), re.M))
-    assert {"ATTNKIT_BUILD_EXT", "ATTNKIT_CPU_ISA"} <= read
-    assert read == listed
-    assert len(read) < 5
-
-
-@checkout
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/troubleshooting.md"])
-def test_the_verbs_that_a_page_names_exist(page):
-    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)
-    named = re.findall(r"(?:^|`)make ([a-z-]+(?: [a-z-]+)*)", (ROOT / page).read_text(), re.M)
-    assert named
-    assert {verb for line in named for verb in line.split()} <= set(phony.group(1).split())
-
-
-@checkout
-def test_links_between_the_pages_lead_somewhere():
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-            assert (page.parent / target).exists(), (page.name, target)

@@ -30,7 +30,7 @@ def few(monkeypatch):
 
 
 def own_target(*dtypes: str) -> Target:
-    return Target("cpu", cpu.instruction_set(), dtypes or ("fp32",))
+    return Target("cpu", cpu.instruction_set(), dtypes or ("fp32",), dtypes or ("fp32",))
 
 
 def examined(target: Target, end: float = math.inf) -> Report:
@@ -91,6 +91,23 @@ def test_a_slightly_wrong_kernel_is_found(few, monkeypatch, function, n, row):
     assert "WRONG" in verify.table(report)
     if row == "decode, pages":
         assert not report.cells["decode", "fp32"].wrong
+
+
+@built
+def test_a_gradient_that_is_missing_is_found(few, monkeypatch):
+    right = cpu.backward
+    monkeypatch.setattr(cpu, "backward", lambda *x: (*right(*x)[:3], None, None))
+    report = examined(own_target())
+    assert report.cells["dbias", "fp32"].wrong == ["small: there is none"]
+    assert report.cells["dsinks", "fp32"].wrong
+
+
+@built
+def test_a_backend_that_declines_everything_is_no_result(few, monkeypatch):
+    monkeypatch.setattr(cpu, "supports", lambda *x: "not today")
+    assert examined(own_target()).wrong == [
+        f"cpu ({cpu.instruction_set()}): it declined every call"
+    ]
 
 
 @built
@@ -222,12 +239,12 @@ def test_a_bug_in_a_kernel_is_found(tmp_path):
     builder.library(changed / "objects", changed / "attnkit" / "_C.abi3.so")
     for package, status in ((clean, 0), (changed, 1)):
         done = subprocess.run(
-            [sys.executable, "-m", "attnkit", "verify", "--seconds", "60"],
+            [sys.executable, "-m", "attnkit", "verify", "--seconds", "900"],
             env={**os.environ, "PYTHONPATH": str(package), "ATTNKIT_CPU_ISA": "portable"},
             cwd=package,
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=1200,
         )
         assert done.returncode == status, done.stdout + done.stderr
     assert "cpu (portable) fp32 out" in done.stdout

@@ -242,9 +242,10 @@ class Seq2SeqConfig(ModelConfig):
         src_vocab, tgt_vocab: numbers of token ids.
         d_ff: inner size of the feed-forward networks; None is ``4 * d_model``.
         share_embeddings: source and target have one embedding (and one vocabulary).
-        The others: see :class:`ModelConfig`.  ``max_length`` counts ``bos``; all three special ids
-        are needed; ``num_kv_heads``, ``positions`` and ``window`` are those of self-attention in
-        encoder and decoder, whereas cross-attention has ``num_heads`` heads and sees everything.
+
+    The others: see :class:`ModelConfig`.  ``max_length`` counts ``bos``; all three special ids are
+    needed; ``num_kv_heads``, ``positions`` and ``window`` are those of self-attention in encoder
+    and decoder, whereas cross-attention has ``num_heads`` heads and sees everything.
     """
 
     src_vocab: int
