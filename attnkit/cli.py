@@ -334,7 +334,8 @@ def run_report(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     """``attnkit report``."""
     if not _installed("report", REPORT_MODULES, extra="bench"):
         return 2
-    from attnkit.benchmark import Results, report
+    from attnkit.benchmark import report
+    from attnkit.benchmark.results import Results
 
     try:
         results = Results.load(options.results)

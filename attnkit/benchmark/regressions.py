@@ -56,7 +56,8 @@ def changes(old: Results, new: Results) -> list[Change]:
             continue
         names = _yardstick(old, row.group) & _yardstick(new, row.group)
         shifts, deviations = [], []
-        for name in sorted(names) or [None]:
+        beside: Sequence[str | None] = sorted(names) or [None]
+        for name in beside:
             logs = [_logs(results, one, name) for results, one in ((old, other), (new, row))]
             shifts.append(statistics.median(logs[1]) - statistics.median(logs[0]))
             deviations.append(_standard_error(*logs))
