@@ -137,10 +137,10 @@ def _panels(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
         found.setdefault(key, []).append(row)
     panels = []
     for key, some in found.items():
-        lengths = {(row.implementation, row.shape["keys"]) for row in some}
+        batches = sorted({row.shape["batch"] for row in some})
+        tokens = {row.shape["batch"] * row.shape["keys"] for row in some}
         by_batch = [some]
-        if len(lengths) < len(some):  # a length at several sizes of the batch
-            batches = sorted({row.shape["batch"] for row in some})
+        if len(tokens) > 1 and len(batches) > 1:  # not a grid that keeps the number of tokens
             by_batch = [[row for row in some if row.shape["batch"] == b] for b in batches]
         panels += [
             (_title(key, part), part)
@@ -212,9 +212,7 @@ def _grid(
             axis.minorticks_off()
             axis.set_xlabel(f"{across} (logarithmic)")
             _tidy(axis, "both")
-        if legend:
-            _legend(figure, axes.flat[: len(some)])
-        figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+        _legend(figure, title, axes.flat[: len(some)] if legend else ())
         paths.append(viz.save(figure, _numbered(path, number), caption(results)))
     return paths
 
@@ -241,30 +239,31 @@ def speedups(results: Results, folder: Path) -> list[Path]:
                 if ratio is None or row.implementation == results.baseline(group):
                     continue
                 if row.implementation != "attnkit":
-                    axis.plot(ratio.median, place, label=row.implementation, zorder=3,
-                              **{**look, "linestyle": "", "markersize": 5})  # fmt: skip
+                    mark = {"linestyle": "", "markersize": 7, "markeredgecolor": "white"}
+                    axis.plot(ratio.median, place, label=row.implementation, **(look | mark))
                     most = max(most, ratio.median)
                     continue
                 spread = [[ratio.median - ratio.low], [ratio.high - ratio.median]]
-                axis.barh(place, ratio.median, 0.72, color=look["color"], alpha=0.85,
+                axis.barh(place, ratio.median - 1, 0.72, left=1.0, color=look["color"], alpha=0.85,
                           label="attnkit")  # fmt: skip
                 axis.errorbar(ratio.median, place, xerr=spread, color="black", linewidth=0.9,
                               capsize=2, zorder=4)  # fmt: skip
                 most = max(most, ratio.high)
                 text = f"{ratio.median:.2f}×"
-                edge = max([ratio.high, *(r.median for r in _ratios(results, rows))])
+                edge = max([1.0, ratio.high, *(r.median for r in _ratios(results, rows))])
                 axis.annotate(text, (edge, place), xytext=(7, 0), textcoords="offset points",
                               va="center", fontsize=7.5)  # fmt: skip
         axis.axvline(1.0, color="black", linewidth=0.9)
-        axis.set_xlim(0, 1.12 * most)
+        axis.set_xscale("log", base=2)
+        axis.set_xlim(right=1.35 * most)
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.set_yticks(range(len(some)), some, fontsize=7.5)
         axis.set_ylim(len(some) - 0.4, -0.6)
-        axis.set_xlabel("times the speed of the baseline (torch; hf:sdpa where torch.nn has none)")
-        _tidy(axis, "x")
-        _legend(figure, [axis])
-        figure.suptitle(
-            "Speed; whiskers: middle half of the rounds", fontsize=12, x=0.01, ha="left"
+        axis.set_xlabel(
+            "times the speed of torch, or of hf:sdpa in Hugging Face models (logarithmic)"
         )
+        _tidy(axis, "x")
+        _legend(figure, "Speed; whiskers: middle half of the rounds", [axis])
         paths.append(viz.save(figure, _numbered(folder / "speedup.png", number), caption(results)))
     return paths
 
@@ -307,7 +306,7 @@ def features(results: Results, folder: Path) -> list[Path]:
         axis.set_xlabel("time, plain call = 1 (shorter is faster)")
         _tidy(axis, "x")
     title = "What masks and features cost; whiskers: middle half of the rounds"
-    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+    _legend(figure, title)
     return [viz.save(figure, folder / "features.png", caption(results))]
 
 
@@ -321,6 +320,8 @@ def accuracy(results: Results, folder: Path) -> list[Path]:
     dtypes = [d for d in ("fp32", "bf16", "fp16", "fp64") if any(r.dtype == d for r in kept)]
     if not dtypes:
         return []
+    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
+
     figure = viz.new_figure(max(6.4, 4.2 * len(dtypes)), 4.0)
     axes = figure.subplots(1, len(dtypes), squeeze=False)
     for axis, dtype in zip(axes[0], dtypes, strict=True):
@@ -332,15 +333,16 @@ def accuracy(results: Results, folder: Path) -> list[Path]:
                 axis.plot(ratio.median, worst, label=row.implementation, **style)
         axis.set_xscale("log")
         axis.set_yscale("log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axis.xaxis.set_minor_formatter(lambda value, _: "")
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.yaxis.set_minor_formatter(NullFormatter())
         axis.set_title(dtype, fontsize=9)
         axis.set_xlabel("times the baseline's speed (right is faster)")
-        axis.set_ylabel("largest row error against float64 (lower is better)")
+        axis.set_ylabel("largest row error (lower is better)")
         axis.margins(0.12)
         _tidy(axis, "both")
-    _legend(figure, axes[0])
-    figure.suptitle("Error against speed, a mark for each row", fontsize=12, x=0.01, ha="left")
+    _legend(figure, "Error against speed, a mark for each row", axes[0])
     return [viz.save(figure, folder / "accuracy.png", caption(results))]
 
 
@@ -349,7 +351,8 @@ def accuracy(results: Results, folder: Path) -> list[Path]:
 
 def _style(name: str) -> dict[str, Any]:
     colour, marker = LOOKS.get(name, OTHER)
-    return {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.6}
+    over = 3.0 - _rank(name)[0] / 100  # the first in LOOKS lies on top
+    return {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.6, "zorder": over}
 
 
 def _rank(name: str) -> tuple[int, str]:
@@ -367,18 +370,24 @@ def _tidy(axis: Axes, grid: Any) -> None:
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(labelsize=7.5)
+    axis.xaxis.label.set_fontsize(8.5)
+    axis.yaxis.label.set_fontsize(8.5)
 
 
-def _legend(figure: Any, axes: Iterable[Axes]) -> None:
-    """One legend for all, below the title, each name once and in one order."""
+def _legend(figure: Any, title: str, axes: Iterable[Axes] = ()) -> None:
+    """The title and below it one legend for all axes, each name once and in one order."""
     found: dict[str, Any] = {}
     for axis in axes:
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
             found.setdefault(name, handle)
+    if not found:
+        figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+        return
     names = sorted(found, key=_rank)
     figure.legend(
-        [found[name] for name in names], names, loc="outside lower center",
-        ncols=min(6, max(1, len(names))), frameon=False, fontsize=8,
+        [found[name] for name in names], names, loc="outside upper left", title=title,
+        title_fontsize=12, alignment="left", ncols=min(len(names), int(figure.get_figwidth())),
+        frameon=False, fontsize=8, columnspacing=1.2, borderpad=0.1,
     )  # fmt: skip
 
 
