@@ -58,13 +58,15 @@ test: ready-test
 bench: ready-test
 	@$(BIN)/pytest bench -q --benchmark-only $(ARGS)
 
-# With the Python at hand, its PyTorch and its Triton: a machine with a GPU may have no network.
+# With the Python at hand, its PyTorch and its Triton: a machine with a GPU may have no network.  The
+# CUDA kernels are compiled for the GPU that is there alone: for all of them it takes many minutes.
 gpu-check: DIR ?= build/gpu_check
 gpu-check:
 	@mkdir -p '$(DIR)'
-	@$(PYTHON) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e . >'$(DIR)/build.log' 2>&1 || { cat '$(DIR)/build.log'; exit 1; }
-	@$(PYTHON) bench/gpu_check.py '$(DIR)' $(ARGS)
-	@bash -o pipefail -c ".ci/gpu_cuda '$(PYTHON)' 2>&1 | tee '$(DIR)/cuda.log'"
+	@TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-$$($(PYTHON) -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())' 2>/dev/null)}" \
+	  $(PYTHON) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e . >'$(DIR)/build.log' 2>&1 || { cat '$(DIR)/build.log'; exit 1; }
+	@$(PYTHON) bench/gpu_check.py '$(DIR)' $(ARGS); rc=$$?; \
+	  bash -o pipefail -c ".ci/gpu_cuda '$(PYTHON)' 2>&1 | tee '$(DIR)/cuda.log'" && exit $$rc
 
 info: ready-demo
 	@$(BIN)/attnkit info $(ARGS)

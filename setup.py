@@ -243,7 +243,7 @@ def files(pattern: str) -> list[str]:
 
 def nvcc_flags() -> list[str]:
     flags = ["-O3", "-std=c++20", "-Xptxas=-v"]  # tests/cuda_budgets.py reads what that says
-    if "TORCH_CUDA_ARCH_LIST" in os.environ:
+    if os.environ.get("TORCH_CUDA_ARCH_LIST"):
         return flags  # PyTorch adds them
     codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA_ARCHITECTURES]
     last = CUDA_ARCHITECTURES[-1]

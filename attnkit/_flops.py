@@ -17,8 +17,8 @@ _CU_Q, _CU_K = (TensorArgs._fields.index(name) for name in ("cu_seqlens_q", "cu_
 _TABLE = len(TensorArgs._fields + AttentionSpec._fields) + CacheArgs._fields.index("block_table")
 
 
-def register(forward: Any, backward: Any, decode: Any) -> None:
-    """Give the operators (packets) of a backend their formulae; None where there is no backward."""
+def register(forward: Any, backward: Any, decode: Any, extend: Any = None) -> None:
+    """Give the operators (packets) of a backend their formulae; None where there is none."""
 
     @register_flop_formula(forward, get_raw=True)
     def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
@@ -29,6 +29,14 @@ def register(forward: Any, backward: Any, decode: Any) -> None:
         table = rest[_TABLE] if len(rest) > _TABLE else None  # defaults at the end are left out
         pages = 1 if table is None else table.shape[1]
         return _pairs(q, k, rest) * pages * 2 * (q.shape[3] + v.shape[3])
+
+    if extend is not None:
+
+        @register_flop_formula(extend, get_raw=True)
+        def _(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, *rest: Any, **_: Any):  # type: ignore[no-untyped-def]
+            table = rest[_TABLE]
+            pages = 1 if table is None else table.shape[1]
+            return _pairs(q, keys, rest) * pages * 2 * (q.shape[3] + values.shape[3])
 
     if backward is None:
         return

@@ -1,4 +1,4 @@
-"""The command ``attnkit``: demo, train, generate, heatmap, bench, report, info, explain."""
+"""The command ``attnkit``: demo, train, generate, heatmap, bench, report, info, verify, explain."""
 
 from __future__ import annotations
 
@@ -174,6 +174,21 @@ def build_parser() -> argparse.ArgumentParser:
         "info", help="print versions, machine, backends, and why a backend is not available"
     )
     info.set_defaults(run=run_info, parser=info)
+
+    verify = commands.add_parser(
+        "verify",
+        help="check every kernel of this machine against float64, in half a minute",
+        description=(
+            "Outputs, every gradient, decoding, appending to caches, and the bits that are "
+            "promised: on every backend that this machine has, and with every instruction set. "
+            "The exit status is 1 if anything is wrong. With `attnkit info` it is what a report "
+            "of a bug should contain."
+        ),
+    )
+    verify.add_argument(
+        "--seconds", type=float, default=30.0, metavar="N", help="time to take (default: 30)"
+    )
+    verify.set_defaults(run=run_verify, parser=verify)
 
     explain = commands.add_parser(
         "explain",
@@ -413,6 +428,18 @@ def print_rows(rows: Sequence[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:{width}}  {value}")
+
+
+# --- verify ------------------------------------------------------------------------------------
+
+
+def run_verify(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """``attnkit verify``."""
+    from attnkit import verify
+
+    if not options.seconds > 0:
+        parser.error(f"argument --seconds: {options.seconds:g}, expected more than 0")
+    return verify.main(options.seconds)
 
 
 # --- explain -----------------------------------------------------------------------------------

@@ -68,8 +68,8 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     tokenizer, models = load()
     print(headline(describe_machine(), describe_versions()), "\n")
-    print("| batch | tokens | implementation | median ms | x eager | x sdpa | off eager |")
-    print("|---|--:|---|--:|--:|--:|--:|")
+    print("| batch | tokens | implementation | median ms | x eager | x sdpa | (95%) | off eager |")
+    print("|---|--:|---|--:|--:|--:|---|--:|")
     words = SENTENCE.split()
     for label, lengths in BATCHES.items():
         texts = [" ".join(words[(i + j) % len(words)] for j in range(n)) for i, n in
@@ -87,10 +87,12 @@ def main() -> None:
             )
         size = "x".join(map(str, batch["input_ids"].shape))
         for name in NAMES:
-            ratios = [timed.ratio(name, peer).median for peer in ("eager", "sdpa")]
+            eager, sdpa = (timed.ratio(name, peer) for peer in ("eager", "sdpa"))
+            low, high = sdpa.interval()
             print(
                 f"| {label} | {size} | {name} | {timed.samples[name].median * 1e3:.2f} "
-                f"| {ratios[0]:.2f} | {ratios[1]:.2f} | {off[name]:.1e} |",
+                f"| {eager.median:.2f} | {sdpa.median:.2f} | {low:.2f} to {high:.2f} "
+                f"| {off[name]:.1e} |",
                 flush=True,
             )
 

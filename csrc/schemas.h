@@ -17,3 +17,11 @@
   "Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, "            \
   "Tensor(d!)? v_scale, Tensor lengths, Tensor? block_table, Tensor? batch_index, Tensor? cos, " \
   "Tensor? sin, bool interleaved"
+
+// What appends and attends in one call: the queries [B, Hq, Lq, D] come with k, v [B, Hkv, n, .],
+// which go behind `lengths`, as with append.  With a query_step query i of sequence b is rotated as
+// one at position lengths[b] + i * query_step.
+#define ATTNKIT_EXTEND_ARGUMENTS                                                             \
+  "Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, " ATTNKIT_ARGUMENTS \
+  ", Tensor? starts, Tensor? block_table, Tensor? batch_index, Tensor(c!)? k_scale, "        \
+  "Tensor(d!)? v_scale, Tensor? cos, Tensor? sin, bool interleaved, int? query_step"

@@ -6,6 +6,8 @@ Run by `make check-cuda` on a build against a CUDA build of torch.
 from __future__ import annotations
 
 import importlib
+import re
+import subprocess
 from pathlib import Path
 
 import torch
@@ -15,6 +17,29 @@ import attnkit
 from attnkit.backends import cpu, cuda
 from attnkit.spec import AttentionSpec, CacheArgs, TensorArgs
 
+# What a launch needs of CUDA's runtime.  Anything that allocates, copies to the host or waits for
+# the device would be seen here, and would keep a call from being captured in a CUDA graph.
+CALLED = {
+    "cudaDeviceGetAttribute",
+    "cudaFuncSetAttribute",
+    "cudaGetDevice",
+    "cudaGetErrorString",
+    "cudaLaunchKernelExC",
+}
+
+
+def check_what_it_calls(library: Path) -> None:
+    """The functions of CUDA's runtime that the library asks the loader for."""
+    listed = subprocess.run(
+        ["nm", "--dynamic", "--undefined-only", library], capture_output=True, text=True, check=True
+    )
+    called = set(re.findall(r"\b(cu[a-z]*[A-Z]\w*)", listed.stdout))
+    assert "cudaLaunchKernelExC" in called, called
+    assert called <= CALLED, (
+        f"{sorted(called - CALLED)} are called, expected {sorted(CALLED)} alone"
+    )
+    print(f"of CUDA's runtime it calls {', '.join(sorted(called))}")
+
 
 def main() -> None:
     library = Path(importlib.import_module("attnkit._C_cuda").__file__ or "")
@@ -22,7 +47,8 @@ def main() -> None:
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, GPU {torch.cuda.is_available()}")
     assert cpu.BUILT
     assert cuda.BUILT
-    for name in ("cuda_forward", "cuda_decode", "cuda_append"):
+    check_what_it_calls(library)
+    for name in ("cuda_forward", "cuda_decode", "cuda_append", "cuda_extend"):
         operator = getattr(torch.ops.attnkit, name).default
         has = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CUDA")
         assert has, f"{name} has no CUDA kernel"
@@ -43,6 +69,10 @@ def main() -> None:
         out, lse = cuda.decode(q, k, k, args, spec, where)
         assert (out.shape, out.dtype, out.device.type) == (q.shape, q.dtype, "cuda")
         assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+        new = torch.empty(3, 2, 2, 128, device="cuda", dtype=torch.bfloat16)
+        assert cuda.supports_extend(q, new, new, k, k, args, spec, where) is None
+        out, lse = cuda.extend(q, new, new, k, k, args, spec, where)
+        assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
         with attnkit.use_backend("cuda"):
             out = attnkit.attention(q, q, q)
             assert out.shape == q.shape

@@ -3,11 +3,11 @@
     python tests/cuda_mutants.py [words of labels...] [--list] [--jobs N] [--trust]
 
 Each mutant is one replacement in csrc/cuda.  The kernels of head dim 64 are compiled with it, and
-the emulated tests of tests/test_cuda_decode.py run: plain, in three orders of blocks and threads;
-then, while nothing was noticed, under ASan and UBSan, and under TSan (which comes first for a
-barrier that is missing).  Prints which run caught it
-and by what.  Exits with 1 if one survives, with 2 if a text to replace is not there once, or if
-the tests fail without any bug.
+the emulated tests of test_cuda_decode.py and test_cuda_extend.py run: plain, in three orders of
+blocks and threads; then, while nothing was noticed, under ASan and UBSan, and under TSan (which
+comes first for a barrier that is missing).  Prints which run caught it and by what.  Exits with 1
+if one survives, with 2 if a text to replace is not there once, or if the tests fail without any
+bug.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "cuda_emulator"))
 import build  # noqa: E402  (its folder is no package)
 
+TESTS = [str(ROOT / "tests" / f"test_cuda_{name}.py") for name in ("decode", "extend")]
 TIMEOUT = 900  # seconds for one run
 ONE_DIM = "-DATTNKIT_HEAD_DIMS(X)=X(64, 64)"
 SOURCES = ("few", "merge", "append", "plan")
@@ -398,6 +399,70 @@ MUTANTS = [
         "",
         "rounding",
     ),
+    # ---- append and attend in one call
+    Mutant(
+        "extend: new tokens are not attended to",
+        "work.cuh",
+        "w.length = held + p.added;",
+        "w.length = held;",
+        "extend or append or splits",
+    ),
+    Mutant(
+        "extend: nothing is appended",
+        "operators.cpp",
+        "  if (append) append->run(device);\n",
+        "",
+        "append or splits",
+    ),
+    Mutant(
+        "extend: queries all stand behind one another",
+        "append.cu",
+        "length + t * p.query_step",
+        "length + t",
+        "append",
+    ),
+    Mutant(
+        "extend: queries of too few heads are rotated",
+        "append.cu",
+        "heads = is_query ? p.q_heads : p.heads;",
+        "heads = p.heads;",
+        "append",
+    ),
+    Mutant(
+        "extend: the first query is taken for a token",
+        "append.cu",
+        "is_query = item >= tokens;",
+        "is_query = item > tokens;",
+        "append",
+    ),
+    Mutant(
+        "rotary: a position beyond the tables is read",
+        "append.cu",
+        "ATTNKIT_REQUIRE(position < p.positions,",
+        "ATTNKIT_REQUIRE(true,",
+        "refuses",
+    ),
+    # ---- launches and memory
+    Mutant(
+        "launch: shared memory is not asked for",
+        "device.cuh",
+        "if (!(told.load(std::memory_order_relaxed) & bit)) {",
+        "if (false) {",
+    ),
+    Mutant(
+        "memory: what is misaligned is not copied",
+        "operators.cpp",
+        "  if (aligned(t, array_of(t, name))) return t;",
+        "  return t;",
+        "misaligned",
+    ),
+    Mutant(
+        "memory: where a tensor starts is not looked at",
+        "operators.cpp",
+        "t.stride(3) == 1 && reinterpret_cast<uintptr_t>(a.data) % 16 == 0;",
+        "t.stride(3) == 1;",
+        "misaligned",
+    ),
 ]
 
 
@@ -411,11 +476,16 @@ class Planted:
         shutil.copytree(ROOT / "csrc" / "cuda", folder / "csrc" / "cuda")
         (folder / "csrc" / "cuda" / "few.cu").write_text(FEW)
 
-    def library(self, variant: str) -> Path:
-        """Only the kernels are compiled; the rest is that of the tests' own build."""
+    def library(self, variant: str, operators: bool = False) -> Path:
+        """The kernels are compiled, and the operators if asked for; the rest is the tests' own."""
         base = build.Builder(variant)
         shared = [base.folder / f"{name}.o" for name in build.RUNTIME]
-        shared.append(build.Builder("plain").folder / "operators.o")
+        if operators:
+            shared.append(
+                build.Builder("plain", self.folder, self.folder / "operators").operators()
+            )
+        else:
+            shared.append(build.Builder("plain").folder / "operators.o")
         own = build.Builder(variant, self.folder, self.folder / variant)
         jobs = [
             (self.folder / "csrc" / "cuda" / f"{name}.cu", [*own.kernel_flags(), ONE_DIM], "")
@@ -446,7 +516,7 @@ def run_tests(library: Path, variant: str, words: str) -> str:
     chosen = f"emulated and ({words})" if words else "emulated"
     # -s: or a sanitizer's report would go with the output that is captured
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-x", "-p", "no:cacheprovider",
-               "--tb=short", "-k", chosen, str(ROOT / "tests/test_cuda_decode.py")]  # fmt: skip
+               "--tb=short", "-k", chosen, *TESTS]  # fmt: skip
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT
@@ -472,7 +542,8 @@ def caught(mutant: Mutant) -> tuple[bool, str]:
         path = Path(name, "csrc", "cuda", mutant.file)
         path.write_text(path.read_text().replace(mutant.old, mutant.new))
         for variant in sorted(build.SANITIZERS, key=lambda name: name != mutant.first):
-            noticed = run_tests(planted.library(variant), variant, mutant.tests)
+            library = planted.library(variant, mutant.file == "operators.cpp")
+            noticed = run_tests(library, variant, mutant.tests)
             if noticed:
                 return True, f"{variant}: {noticed}"
     return False, ""

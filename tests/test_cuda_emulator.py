@@ -24,12 +24,13 @@ MISTAKES = {
     "copy-misaligned": ("plain", "not aligned to its size"),
     "copy-of-12-bytes": ("plain", "cp.async of 12 bytes"),
     "sum-beyond-shared": ("asan", "use-after-poison"),
+    "sixteen-misaligned": ("asan", "misaligned address"),
     "sum-without-barrier": ("tsan", "data race"),
     "sum-some-miss-the-barrier": ("tsan", "data race"),
     "copy-without-syncwarp": ("tsan", "data race"),
     "last-block-without-fence": ("tsan", "data race"),
 }
-RIGHT = ["sum", "copy", "last-block", "product-bf16", "product-fp16"]
+RIGHT = ["sum", "copy", "sixteen", "last-block", "product-bf16", "product-fp16"]
 
 
 @cache

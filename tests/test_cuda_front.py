@@ -16,7 +16,7 @@ from attnkit.nn import RotaryEmbedding
 from attnkit.spec import AttentionSpec, CacheArgs, RotaryTables, TensorArgs
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_cuda_decode import VARIANT, emulated
+from cuda_kernels import VARIANT, emulated
 
 pytestmark = pytest.mark.skipif(VARIANT != "plain", reason="the sanitized kernels run elsewhere")
 HEADS, D = 2, 64
@@ -125,6 +125,11 @@ def test_operators():
         operators.cuda_append.default,
         (*new, k, v, None, None, empty, None, None, None, None, False),
     )
+    args = args._replace(lengths=torch.tensor([19, 7], dtype=torch.int32))
+    torch.library.opcheck(
+        operators.cuda_extend.default,
+        (q[:, :, :1], *new, k, v, *args, *spec, *CacheArgs(), None, None, False, None),
+    )
     del library
 
 
@@ -141,4 +146,28 @@ def test_a_compiled_step_is_one_graph():
     compiled = torch.compile(step, backend="eager", fullgraph=True)
     with torch.no_grad():
         assert torch.equal(compiled(q, k, v, lengths), step(q, k, v, lengths))
+    del library
+
+
+def test_compiled_attention_of_slices():
+    """A graph does not know that a tensor starts between two multiples of 16 bytes."""
+    library = emulated().register_fakes("attnkit_emulated")
+    torch._dynamo.reset()
+    packed = torch.randn(2 * 3 * 4 * 9 * D + 5)
+
+    def slices(by: int) -> list[torch.Tensor]:
+        return list(packed[by : len(packed) - 5 + by].view(3, 2, 4, 9, D).unbind())
+
+    def attend(q, k, v):
+        with dispatch.use_backend("cuda"):
+            return attnkit.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for by in (0, 1, 3, 4):
+            x = slices(by)
+            assert (x[1].data_ptr() - slices(0)[1].data_ptr()) == 4 * by
+            want = torch.nn.functional.scaled_dot_product_attention(*x, is_causal=True)
+            torch.testing.assert_close(compiled(*x), want)
+            torch.testing.assert_close(attend(*x), want)
     del library

@@ -20,7 +20,7 @@ LAYERS = [
     {"nn", "flash_attn", "integrations"},
     {"recording"},
     {"models"},
-    {"testing", "benchmark", "viz", "recipes"},
+    {"testing", "benchmark", "viz", "recipes", "determinism", "verify"},
     {"cli", "__main__"},
 ]
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}

@@ -90,9 +90,21 @@ def test_the_package_says_that_it_is_typed():
 def test_kernels_is_a_part_of_attnkit_and_nothing_by_itself(tmp_path):
     done = python("-c", "import attnkit.kernels as k; print(k.__name__)", cwd=tmp_path)
     assert done.stdout.strip() == "attnkit.kernels", done.stderr
-    done = python("-c", "import kernels", cwd=ROOT)
-    assert done.returncode != 0
-    assert "import attnkit.kernels, not kernels" in done.stderr or "No module named" in done.stderr
+    for code in ("from kernels import forward", "import kernels; kernels.forward"):
+        done = python("-c", code, cwd=ROOT)
+        assert done.returncode != 0
+        expected = ("import attnkit.kernels, not kernels", "No module named")
+        assert any(message in done.stderr for message in expected), done.stderr
+    assert python("-c", "import kernels.forward", cwd=ROOT).returncode != 0
+
+
+def test_a_checkout_does_not_pass_for_the_kernels_package(tmp_path):
+    code = "from transformers.utils import is_kernels_available as f; print(f())"
+    done = python("-c", "import transformers", cwd=tmp_path)
+    if done.returncode:
+        pytest.skip("needs transformers")
+    done = python("-c", code, cwd=ROOT)
+    assert done.stdout.strip() == "False", done.stderr
 
 
 @installed

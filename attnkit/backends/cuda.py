@@ -64,6 +64,21 @@ def supports_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> s
     return reason
 
 
+def supports_extend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    args: TensorArgs,
+    spec: AttentionSpec,
+    cache: CacheArgs = NO_CACHE,
+) -> str | None:
+    """None, or why these kernels cannot append and attend in one call."""
+    reason = supports_decode(q, k_cache, v_cache, args, spec, cache)
+    return supports_append(k, v, k_cache, v_cache) if reason is None else reason
+
+
 def _missing(t: Tensor, name: str) -> str | None:
     if not BUILT:
         return "attnkit was installed without its CUDA extension (see `attnkit info`)"
@@ -102,7 +117,8 @@ def _aligned(t: Tensor) -> bool:
     if t.shape[3] > 1 and t.stride(3) != 1:
         return False
     starts: list[Any] = [s for s, n in zip(t.stride()[:3], t.shape[:3], strict=True) if n > 1]
-    if not torch.compiler.is_dynamo_compiling():  # which cannot trace it; the operator looks again
+    # Dynamo cannot trace it; the operator looks again, and copies what it cannot read
+    if not torch.compiler.is_dynamo_compiling():
         starts.append(t.storage_offset())
     return all(s * size % _UNIT == 0 for s in starts)
 
@@ -110,8 +126,10 @@ def _aligned(t: Tensor) -> bool:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """out [B, Hq, Lq, Dv] and lse [B, Hq, Lq]; without a gradient."""
-    k, v = (t if _aligned(t) else t.clone(memory_format=torch.contiguous_format) for t in (k, v))
+    """out [B, Hq, Lq, Dv] and lse [B, Hq, Lq]; without a gradient.
+
+    Rows that do not start at multiples of 16 bytes are copied.
+    """
     if args.lengths is not None:
         args = args._replace(lengths=args.lengths.clamp(0, k.shape[2]))
     return OPERATORS.cuda_forward(q, k, v, *args, *spec)  # type: ignore[no-any-return]
@@ -162,6 +180,35 @@ def append(
     OPERATORS.cuda_append(k, v, k_cache, v_cache, *scales, lengths, table, index, *rotary)
 
 
+def extend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    args: TensorArgs,
+    spec: AttentionSpec,
+    cache: CacheArgs = NO_CACHE,
+    rotary: RotaryTables = NO_ROTARY,
+    query_step: int | None = None,
+    splits: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """`append` k and v, and `decode` from q over what the cache holds then: one operator.
+
+    Args:
+        args: lengths are those before the new tokens, and are not changed.
+        rotary, query_step: keys are rotated by their slots, and where query_step is given queries,
+            too: query i of sequence b as one at position lengths[b] + i * query_step (0 or 1).
+        q, k, v, k_cache, v_cache, spec, cache, splits: as of `append` and `decode`.
+
+    Raises:
+        As both; what does not fit together raises before anything is written.
+    """
+    return OPERATORS.cuda_extend(  # type: ignore[no-any-return]
+        q, k, v, k_cache, v_cache, *args, *spec, *cache, *rotary, query_step, splits
+    )
+
+
 def _attention_fake(q, k, v, *rest):  # type: ignore[no-untyped-def]
     return empty_like(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
@@ -169,10 +216,10 @@ def _attention_fake(q, k, v, *rest):  # type: ignore[no-untyped-def]
 def register_fakes(namespace: str) -> torch.library.Library:
     """Tell torch.compile of the operators; the registration lasts as long as what is returned."""
     library = torch.library.Library(namespace, "IMPL")
-    for name in ("cuda_forward", "cuda_decode", "cuda_append"):
+    for name in ("cuda_forward", "cuda_decode", "cuda_append", "cuda_extend"):
         # gradients are recorded, or refused, above; PyTorch's own fallback would only cost time
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    for name in ("cuda_forward", "cuda_decode"):
+    for name in ("cuda_forward", "cuda_decode", "cuda_extend"):
         torch.library.register_fake(f"{namespace}::{name}", _attention_fake, lib=library)
     torch.library.register_fake(f"{namespace}::cuda_append", lambda *_: None, lib=library)
     return library
@@ -180,4 +227,4 @@ def register_fakes(namespace: str) -> torch.library.Library:
 
 if BUILT and torch.version.cuda is not None:
     _library = register_fakes("attnkit")
-    _flops.register(OPERATORS.cuda_forward, None, OPERATORS.cuda_decode)
+    _flops.register(OPERATORS.cuda_forward, None, OPERATORS.cuda_decode, OPERATORS.cuda_extend)

@@ -93,23 +93,23 @@ def attention_forward(
     Raises:
         NotImplementedError: an argument that changes the result and is not served.
     """
-    batch = max(query.shape[0], key.shape[0])
     if query.shape[0] != key.shape[0]:  # learned queries of batch 1
+        batch = max(query.shape[0], key.shape[0])
         query, key, value = (t.expand(batch, -1, -1, -1) for t in (query, key, value))
     mask = _as_mask(module, query, attention_mask, is_causal)
-    mask = _with_others(mask, query, key, others)
+    if others:
+        mask = _with_others(mask, query, key, others)
+    options: dict[str, Any] = {"mask": mask, "scale": scaling}
+    if position_bias is not None:
+        options["bias"] = position_bias
+    if softcap:
+        options["softcap"] = softcap
     if s_aux is not None:
-        s_aux = s_aux.reshape(-1)
-    options: dict[str, Any] = {
-        "mask": mask,
-        "bias": position_bias,
-        "scale": scaling,
-        "softcap": softcap or 0.0,
-        "sinks": s_aux,
-    }
-    wanted = bool(output_attentions) or _collected()
-    seed = seed_tensor(None, query) if wanted and dropout else None
-    drop: dict[str, Any] = {"dropout_p": dropout, "seed": seed}
+        options["sinks"] = s_aux.reshape(-1)
+    drop: dict[str, Any] = {"dropout_p": dropout} if dropout else {}
+    wanted = output_attentions or _collected()
+    if wanted and dropout:  # the weights are to be those of the output
+        drop["seed"] = seed_tensor(None, query)
     out = attention(query, key, value, **options, **drop)
     weights = attention_weights(query, key, **options, **drop) if wanted else None
     if not _tracing():

@@ -70,38 +70,61 @@ __device__ __forceinline__ void put(const Row& row, int n, const Array& cache, c
   if (lane == 0) *scale_to = scale;
 }
 
-__global__ void __launch_bounds__(kTokens * 32) append_kernel(const AppendCall p) {
-  int64_t item = static_cast<int64_t>(blockIdx.x) * kTokens + threadIdx.x / 32;
-  if (item >= static_cast<int64_t>(p.batch) * p.heads * p.tokens) return;
-  const int t = static_cast<int>(item % p.tokens);
-  item /= p.tokens;
-  const int head = static_cast<int>(item % p.heads), b = static_cast<int>(item / p.heads);
-  const int length = p.lengths[b];
-  ATTNKIT_REQUIRE(0 <= length && length <= p.capacity - p.tokens,
-                  "lengths: a sequence has no room for its new tokens, the cache is full");
+__device__ __forceinline__ Row row_at(const AppendCall& p, const Array& from, const char* at,
+                                      int position) {
+  const int half = p.rotary_dim / 2;
+  if (!p.cos) return {from, at, nullptr, nullptr, 0, false};
+  ATTNKIT_REQUIRE(position < p.positions, "cos and sin have too few positions");
+  const int64_t row = static_cast<int64_t>(position) * half;
+  return {from, at, p.cos + row, p.sin + row, half, p.interleaved};
+}
+
+// One token of one head of a sequence: its key and its value.
+__device__ __forceinline__ void append_token(const AppendCall& p, int b, int head, int t,
+                                             int length) {
   const int slot = length + t, place = quotient(slot, p.by_page);
   int page = p.batch_index ? p.batch_index[b] : b;
   if (p.block_table) page = p.block_table[static_cast<int64_t>(b) * p.table_width + place];
   ATTNKIT_REQUIRE(0 <= page && page < p.pages,
                   "block_table or batch_index: the cache has no such page or row");
-  ATTNKIT_REQUIRE(!p.cos || slot < p.positions, "cos and sin have too few positions");
-  const int at = slot - place * p.page_slots, half = p.rotary_dim / 2;
+  const int at = slot - place * p.page_slots;
   const auto scale_of = [&](const Array& a) {
     return a.data ? reinterpret_cast<float*>(row_of(a, page, head, at)) : nullptr;
   };
-  const float* cos = p.cos ? p.cos + static_cast<int64_t>(slot) * half : nullptr;
-  const float* sin = p.cos ? p.sin + static_cast<int64_t>(slot) * half : nullptr;
-  const Row key{p.k, row_of(p.k, b, head, t), cos, sin, half, p.interleaved};
-  put(key, p.head_dim, p.k_cache, row_of(p.k_cache, page, head, at), scale_of(p.k_scale));
+  put(row_at(p, p.k, row_of(p.k, b, head, t), slot), p.head_dim, p.k_cache,
+      row_of(p.k_cache, page, head, at), scale_of(p.k_scale));
   const Row value{p.v, row_of(p.v, b, head, t), nullptr, nullptr, 0, false};
   put(value, p.value_dim, p.v_cache, row_of(p.v_cache, page, head, at), scale_of(p.v_scale));
+}
+
+// By one warp: a token of one head, or behind all of these, a query that is to be rotated.
+__global__ void __launch_bounds__(kTokens * 32) append_kernel(const AppendCall p) {
+  int64_t item = static_cast<int64_t>(blockIdx.x) * kTokens + threadIdx.x / 32;
+  const int64_t tokens = static_cast<int64_t>(p.batch) * p.heads * p.tokens;
+  const bool is_query = item >= tokens;
+  if (is_query) item -= tokens;
+  const int each = is_query ? p.queries : p.tokens, heads = is_query ? p.q_heads : p.heads;
+  if (is_query && item >= static_cast<int64_t>(p.batch) * heads * each) return;
+  const int t = static_cast<int>(item % each);
+  item /= each;
+  const int head = static_cast<int>(item % heads), b = static_cast<int>(item / heads);
+  const int length = p.lengths[b];
+  ATTNKIT_REQUIRE(0 <= length && length <= p.capacity - p.tokens,
+                  "lengths: a sequence has no room for its new tokens, the cache is full");
+  if (is_query)
+    put(row_at(p, p.q, row_of(p.q, b, head, t), length + t * p.query_step), p.head_dim, p.q_out,
+        row_of(p.q_out, b, head, t), nullptr);
+  else
+    append_token(p, b, head, t, length);
 }
 
 }  // namespace
 
 cudaError_t append(const AppendCall& p, cudaStream_t stream) {
-  const int64_t items = static_cast<int64_t>(p.batch) * p.heads * p.tokens;
-  return launch(append_kernel, (items + kTokens - 1) / kTokens, kTokens * 32, 0, stream, p);
+  int64_t items = static_cast<int64_t>(p.batch) * p.heads * p.tokens;
+  if (p.q_out.data) items += static_cast<int64_t>(p.batch) * p.q_heads * p.queries;
+  if (items == 0) return cudaSuccess;
+  return launch<append_kernel>((items + kTokens - 1) / kTokens, kTokens * 32, 0, stream, p);
 }
 
 }  // namespace attnkit::cuda

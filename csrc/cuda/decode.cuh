@@ -54,7 +54,7 @@ template <class Compute>
 cudaError_t run_decode(const DecodeParams& p, cudaStream_t stream) {
   const int64_t blocks =
       static_cast<int64_t>(p.batch) * p.kv_heads * p.plan.row_tiles * p.plan.splits;
-  return launch(decode_kernel<Compute>, blocks, kThreads, Compute::kSharedBytes, stream, p);
+  return launch<decode_kernel<Compute>>(blocks, kThreads, Compute::kSharedBytes, stream, p);
 }
 
 // How many rows a block takes decides which way of computing it has; see plan().

@@ -10,9 +10,9 @@
 #include <cuda_pipeline_primitives.h>
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdint>
 #include <type_traits>
-#include <utility>
 
 #include "params.h"
 
@@ -65,20 +65,29 @@ constexpr size_t shared_bytes(size_t n) {
   return (n * sizeof(T) + 15) / 16 * 16;
 }
 
-template <class... P>
-cudaError_t launch(void (*kernel)(P...), int64_t blocks, int threads, size_t shared,
-                   cudaStream_t stream, std::type_identity_t<P>... arguments) {
+// Launches a kernel, given as the template's argument: each has a record of its own of the devices
+// that know how much shared memory it may have, so that only its first launch there tells them.
+template <auto kKernel, class... P>
+cudaError_t launch(int64_t blocks, int threads, size_t shared, cudaStream_t stream,
+                   const P&... arguments) {
   if (shared > (48u << 10)) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
-    if (error != cudaSuccess) return error;
+    static std::atomic<uint64_t> told{0};  // a bit per device; one without a bit is told each time
+    int device = 0;
+    if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+    const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+    if (!(told.load(std::memory_order_relaxed) & bit)) {
+      const cudaError_t error = cudaFuncSetAttribute(
+          kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+      if (error != cudaSuccess) return error;
+      told.fetch_or(bit, std::memory_order_relaxed);
+    }
   }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared;
   config.stream = stream;
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
+  return cudaLaunchKernelEx(&config, kKernel, arguments...);
 }
 
 // ---- tensor cores

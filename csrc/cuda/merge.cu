@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const DecodeParams p) {
 cudaError_t merge(const DecodeParams& p, cudaStream_t stream) {
   const int64_t rows = static_cast<int64_t>(p.batch) * p.q_heads * p.queries;
   constexpr size_t kShared = shared_bytes<float>(kMaxSplits) + shared_bytes<float>(2 * kWarps);
-  return launch(merge_kernel, rows, kThreads, kShared, stream, p);
+  return launch<merge_kernel>(rows, kThreads, kShared, stream, p);
 }
 
 }  // namespace attnkit::cuda

@@ -39,6 +39,7 @@ struct DecodeParams {
   int pages, page_slots, capacity;  // capacity: slots of a sequence
   Divisor by_page;
   const int32_t* lengths;      // [batch], or nullptr: the capacity
+  int added;                   // tokens that have been appended to each since, by the same call
   const int32_t* starts;       // [batch], or nullptr: 0
   const int32_t* block_table;  // [batch, table_width], or nullptr
   const int32_t* batch_index;  // [batch], or nullptr: sequence b is row b
@@ -70,6 +71,12 @@ struct AppendCall {
   const float *cos, *sin;  // [positions, rotary_dim / 2], or nullptr
   int positions, rotary_dim;
   bool interleaved;
+
+  // Queries to be rotated beside the keys, as the attention that follows takes them, or data
+  // nullptr.
+  Array q, q_out;  // [batch, q_heads, queries, column]
+  int q_heads, queries;
+  int query_step;  // query i of sequence b stands at position lengths[b] + i * query_step
 };
 
 // Splits as asked for: kByLength makes them a function of each sequence's own length, so that no

@@ -42,9 +42,10 @@ __device__ __forceinline__ Work work_of_block(const DecodeParams& p) {
   w.kv_head = x % p.kv_heads, w.batch = x / p.kv_heads;
   w.first_row = row_tile * p.plan.row_tile;
   w.rows = min(p.plan.row_tile, p.group * p.queries - w.first_row);
-  w.length = p.lengths ? p.lengths[w.batch] : p.capacity;
-  ATTNKIT_REQUIRE(0 <= w.length && w.length <= p.capacity,
+  const int held = p.lengths ? p.lengths[w.batch] : p.capacity;
+  ATTNKIT_REQUIRE(0 <= held && held <= p.capacity - p.added,
                   "lengths: a sequence has more tokens than the cache has slots for it");
+  w.length = held + p.added;
   w.start = p.starts ? min(max(p.starts[w.batch], 0), w.length) : 0;
   w.origin = w.start;
   if (p.origin == Origin::kLastOfLength) w.origin = w.length - p.queries;

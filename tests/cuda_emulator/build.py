@@ -154,14 +154,18 @@ class Builder:
         if self.variant != "plain":
             few = {"decode_64", "decode_192_128"}
             jobs = [j for j in jobs if j[0].stem in few or not j[0].stem.startswith("decode_")]
-        with_torch = ["-DATTNKIT_EMULATED", "-DTORCH_TARGET_VERSION=0x020b000000000000",
-                      "-Wno-psabi", "-isystem", str(torch_folder() / "include")]  # fmt: skip
         jobs += self.runtime_jobs()
         # it has nothing that a sanitizer is to look at, and takes as long as all the rest
-        operators = Builder("plain").compile(cuda / "operators.cpp", with_torch)
+        operators = Builder("plain", self.source).operators()
         return self.link(
             self.folder / "kernels.so", [*self.objects(jobs), operators], self.library_flags()
         )
+
+    def operators(self) -> Path:
+        """What registers them with torch, for CPU tensors."""
+        flags = ["-DATTNKIT_EMULATED", "-DTORCH_TARGET_VERSION=0x020b000000000000", "-Wno-psabi",
+                 "-isystem", str(torch_folder() / "include")]  # fmt: skip
+        return self.compile(self.source / "csrc" / "cuda" / "operators.cpp", flags)
 
     def library_flags(self) -> list[str]:
         libraries = torch_folder() / "lib"

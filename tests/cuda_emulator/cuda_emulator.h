@@ -33,6 +33,7 @@ constexpr int warpSize = 32;
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 #define cudaLaunchKernelEx ::emulator::launch
+#define cudaGetDevice ::emulator::get_device
 #define cudaFuncSetAttribute(kernel, attribute, value) \
   ::emulator::set_attribute(reinterpret_cast<const void*>(kernel), attribute, value)
 #define HERE ::emulator::Place place = ::emulator::Place::current()

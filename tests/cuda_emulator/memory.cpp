@@ -1,6 +1,10 @@
 // Shared memory and asynchronous copies.
+#include <sys/mman.h>
+
 #include <cstdlib>
 #include <cstring>
+#include <utility>
+#include <vector>
 
 #include "sanitizers.h"
 #include "scheduler.h"
@@ -13,7 +17,19 @@ namespace {
 constexpr size_t kRedZone = 64, kMaxArrays = 24;
 
 size_t up(size_t x, size_t to) { return (x + to - 1) / to * to; }
+
+std::vector<std::pair<void*, size_t>> hidden;
 }  // namespace
+
+void hide(void* p, size_t bytes) {
+  hidden.emplace_back(p, bytes);
+  mprotect(p, bytes, PROT_NONE);
+}
+
+void show_hidden(bool shown) {
+  for (const auto& [p, bytes] : hidden)
+    mprotect(p, bytes, shown ? PROT_READ | PROT_WRITE : PROT_NONE);
+}
 
 void new_shared_memory(size_t launched) {
   shared.launched = launched;

@@ -21,8 +21,8 @@ struct Options {
   unsigned order = 0;  // of blocks and threads: 0 forward, 1 reverse, n > 1 shuffled with seed n
 };
 extern Options options;
-extern std::string last_error;  // why the last launch failed; "" if it did not
-extern long launches, threads;  // since the start
+extern std::string last_error;              // why the last launch failed; "" if it did not
+extern long launches, threads, attributes;  // launched and set, since the start
 
 [[noreturn]] void fail(const std::string& message, Place place);
 
@@ -30,6 +30,7 @@ extern long launches, threads;  // since the start
 using Body = void (*)(void*);
 cudaError_t run(dim3 grid, dim3 block, size_t shared, Body body, void* argument,
                 const void* kernel);
+cudaError_t get_device(int* device);  // there is one, 0
 cudaError_t set_attribute(const void* kernel, cudaFuncAttribute attribute, int value);
 
 template <class... P, class... A>
@@ -76,6 +77,7 @@ T reduce(unsigned mask, T value, F combine, Place place) {
 }
 
 // ---- memory
+void hide(void* p, size_t bytes);  // whole pages, which from now on only running kernels may touch
 void fence();
 void copy_async(void* to, const void* from, size_t bytes, size_t zeros, Place place);
 void commit_copies();

@@ -18,7 +18,7 @@ namespace emulator {
 
 Options options;
 std::string last_error;
-long launches, threads;
+long launches, threads, attributes;
 
 namespace {
 
@@ -334,8 +334,14 @@ void fence() {
   release(&fence_tag);
 }
 
+cudaError_t get_device(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+
 cudaError_t set_attribute(const void* kernel, cudaFuncAttribute attribute, int value) {
   constexpr int kMost = 227 << 10;  // of an sm_90
+  ++attributes;
   if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize) {
     if (value > kMost) return cudaErrorInvalidValue;
     shared_limit[kernel] = value;
@@ -382,12 +388,14 @@ cudaError_t run(dim3 grid, dim3 block, size_t shared_bytes, Body run_body, void*
     order[i] = options.order == 1 ? order.size() - 1 - i : i;
   if (options.order > 1) std::shuffle(order.begin(), order.end(), random);
   bool good = true;
+  show_hidden(true);
   for (size_t i = 0; i < order.size() && good; ++i) {
     const uint64_t x = order[i];
     const uint3 index{static_cast<unsigned>(x % grid.x), static_cast<unsigned>(x / grid.x % grid.y),
                       static_cast<unsigned>(x / grid.x / grid.y)};
     good = run_block(index, block, shared_bytes, random);
   }
+  show_hidden(false);
   acquire(&end_tag);
   return good ? cudaSuccess : cudaErrorLaunchFailure;
 }

@@ -41,6 +41,7 @@ struct Shared {
 extern Shared shared;
 void new_shared_memory(size_t launched);
 void free_shared_memory();
+void show_hidden(bool shown);            // to a kernel that is about to run
 void* barrier_tag(unsigned generation);  // a new address for every block: none orders two blocks
 
 }  // namespace emulator

@@ -84,6 +84,14 @@ __global__ void through_shared(Late flaw, const float* x, float* out) {
   for (int k = 0; k < 4; ++k) out[4 * i + k] = to[4 * (31 - i) + k];
 }
 
+// ---- 16 bytes at a time
+
+__global__ void by_sixteen(bool aligned, const float* x, float* out) {
+  const int i = threadIdx.x;
+  const float4 four = *reinterpret_cast<const float4*>(x + 4 * i + (aligned ? 0 : 2));
+  out[i] = four.x + four.y + four.z + four.w;
+}
+
 // ---- blocks that add up, the last of them finishing
 
 __global__ void last_block(bool fenced, const float* x, float* parts, unsigned* counter,
@@ -155,6 +163,18 @@ std::string run_copy(Late flaw) {
   return verdict(error, right);
 }
 
+std::string run_sixteen(bool aligned) {
+  std::vector<float4> room(33);
+  float* x = &room[0].x;
+  std::vector<float> out(32, kBad);
+  for (int i = 0; i < 132; ++i) x[i] = static_cast<float>(i);
+  const auto error =
+      launch(by_sixteen, 1, 32, 0, aligned, static_cast<const float*>(x), out.data());
+  bool right = true;
+  for (int i = 0; i < 32; ++i) right &= out[i] == 16 * i + (aligned ? 6 : 14);
+  return verdict(error, right);
+}
+
 std::string run_last(bool fenced) {
   std::vector<float> x(6, 1.f), parts(6, kBad);
   unsigned counter = 0;
@@ -206,6 +226,8 @@ const std::map<std::string, std::function<std::string()>> kCases = {
     {"copy-without-syncwarp", [] { return run_copy(Late::kNoSyncWarp); }},
     {"copy-misaligned", [] { return run_copy(Late::kMisaligned); }},
     {"copy-of-12-bytes", [] { return run_copy(Late::kWrongSize); }},
+    {"sixteen", [] { return run_sixteen(true); }},
+    {"sixteen-misaligned", [] { return run_sixteen(false); }},
     {"last-block", [] { return run_last(true); }},
     {"last-block-without-fence", [] { return run_last(false); }},
     {"product-bf16", [] { return run_product(false); }},
