@@ -3,6 +3,7 @@
     python bench/cpu_goals.py [--rounds N] [--threads N] [--only WORD ...] [--no-memory]
     python bench/cpu_goals.py --threads 1 --clock cpu       # on a machine that is busy
     python bench/cpu_goals.py --without flex                # peers that are not wanted
+    python bench/cpu_goals.py --keep --only bf16            # these anew, the rest as in the file
 
 Every implementation of a row is timed in the same interleaved rounds, with a probe of the machine's
 peak.  The goals are multiples of torch's speed, measured where the processor has AVX-512 with bf16
@@ -24,7 +25,17 @@ from typing import NamedTuple
 import torch
 
 from attnkit.backends import cpu
-from attnkit.benchmark import CLOCKS, Case, Results, Row, Settings, Task, Workshop, headline
+from attnkit.benchmark import (
+    CLOCKS,
+    Case,
+    Results,
+    Row,
+    Settings,
+    Task,
+    Workshop,
+    describe_machine,
+    headline,
+)
 from attnkit.benchmark.presets import CPU_PEERS, decoding
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -201,10 +212,10 @@ HEAD = (
 )
 
 
-def table(chosen: list[Goal], results: Results, fast: bool) -> tuple[str, int]:
+def table(wanted: list[Goal], results: Results, fast: bool) -> tuple[str, int]:
     """The Markdown, and the number of missed requirements."""
     done = {row.group for row in results.rows}
-    verdicts = [judge(goal, results, fast) for goal in chosen if goal.task.group in done]
+    verdicts = [judge(goal, results, fast) for goal in wanted if goal.task.group in done]
     missed = sum(verdict.met is False for verdict in verdicts)
     peers = ", ".join(f"{name} {v}" for name, v in results.versions.peers.items())
     lines = [
@@ -225,7 +236,7 @@ def table(chosen: list[Goal], results: Results, fast: bool) -> tuple[str, int]:
         "|---|---|---|--:|--:|--:|--:|--:|---|",
         *(f"| {' | '.join(verdict.cells)} |" for verdict in verdicts),
         "",
-        f"{len(verdicts)} of {len(chosen)} rows measured, {missed} short of what is required.",
+        f"{len(verdicts)} of {len(wanted)} rows measured, {missed} short of what is required.",
     ]
     return "\n".join(lines) + "\n", missed
 
@@ -238,6 +249,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], help="rows with one of these words")
     parser.add_argument("--without", nargs="+", default=[], help="implementations to leave out")
     parser.add_argument("--no-memory", action="store_true", help="leave out the peak memory")
+    parser.add_argument("--keep", action="store_true", help="keep rows of today's file")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder (bench/results)")
     options = parser.parse_args()
     if not cpu.BUILT:
@@ -253,22 +265,24 @@ def main() -> int:
     names = ("attnkit", "torch", "torch:folded", *CPU_PEERS)
     wanted = tuple(name for name in names if name not in options.without)
     settings = Settings(options.rounds, implementations=wanted, clock=options.clock)
-    rows: list[Row] = []
-    text, missed, path = "", 0, options.output
+    name = re.sub(r"[^a-z0-9]+", "-", describe_machine().cpu.lower()).strip("-")
+    day = datetime.date.today().isoformat()
+    path = options.output / f"{day}-cpu-goals-{name}-{cpu.instruction_set()}.json"
+    groups = {goal.task.group for goal in chosen}
+    kept = Results.load(path).rows if options.keep and path.exists() else ()
+    rows = [row for row in kept if row.group not in groups]
+    text, missed = "", 0
     with Workshop(settings, memory=not options.no_memory) as workshop:
         for goal in chosen:
             print(goal.task.group, file=sys.stderr, flush=True)
             rows += workshop.measure(goal.task)
             results = workshop.results(rows)
             fast = set(results.machine.flags) >= FULL_SPEED
-            text, missed = table(chosen, results, fast)
-            name = re.sub(r"[^a-z0-9]+", "-", results.machine.cpu.lower()).strip("-")
-            day = datetime.date.today().isoformat()
-            path = options.output / f"{day}-cpu-goals-{name}-{cpu.instruction_set()}"
-            results.save(path.with_suffix(".json"))
+            text, missed = table(goals(), results, fast)
+            results.save(path)
             path.with_suffix(".md").write_text(text)
     print(text)
-    print(f"written to {path}.md and {path.name}.json")
+    print(f"written to {path} and {path.with_suffix('.md').name}")
     return 1 if missed else 0
 
 

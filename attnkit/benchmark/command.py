@@ -16,6 +16,7 @@ from attnkit.benchmark.presets import PRESETS
 from attnkit.benchmark.results import Results, cells, headline
 from attnkit.benchmark.suites import SUITES
 from attnkit.benchmark.tasks import Task
+from attnkit.benchmark.timing import CLOCKS
 
 COLUMNS = (
     *("case", "operation", "implementation", "median ms", "best ms", "GF/s"),
@@ -58,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f": without {', '.join(OPTIONAL)} and torch's forced backends")  # fmt: skip
     add("--rounds", type=int, metavar="N", help="how often each is timed (default: the preset's)")
     add("--threads", type=int, metavar="N", help="of PyTorch (default: all cores)")
+    add("--clock", choices=CLOCKS, help="cpu: for one thread, on a machine that is busy")
     add("--no-memory", action="store_true", help="leave out the peak memory")
     add("--json", type=Path, metavar="FILE", help="also write the results here")
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"),
@@ -95,6 +97,8 @@ def chosen_preset(options: argparse.Namespace) -> Preset:
     settings = preset.settings
     if options.rounds:
         settings = replace(settings, rounds=options.rounds)
+    if options.clock:
+        settings = replace(settings, clock=options.clock)
     if options.implementations:
         named = tuple(options.implementations)
         for name in named:
