@@ -41,7 +41,9 @@ FEATURES = (
     "sinks", "dropout", "packed",
 )  # fmt: skip
 FLOP = {"forward": 4, "dkdv": 8, "dq": 6}  # per entry of a tile and column
-OTHERS = ("rows", "dbias", "dkdv_again", "dq_again", "decode", "merge", "keep_range")
+OTHERS = (
+    "forward_again", "rows", "dbias", "dkdv_again", "dq_again", "decode", "merge", "keep_range",
+)  # fmt: skip
 
 
 class Build(NamedTuple):
@@ -64,11 +66,12 @@ class Build(NamedTuple):
             return self.config
         major = None if self.arch == 942 else (self.arch // 10, self.arch % 10)
         family = launch.family(major)
-        biased = self.kernel == "forward" and "bias" in self.features
-        name = {"dkdv_again": "dkdv", **dict.fromkeys(FLOP, self.kernel)}.get(self.kernel, "dq")
+        biased = self.kernel.startswith("forward") and "bias" in self.features
+        name = self.kernel.removesuffix("_again")
+        name = name if name in FLOP else "dq"
         name = "forward bias" if biased else name
         found = launch.choose(name, family, self.dim, NAMES[self.dtype])
-        if self.kernel != "forward" or "packed" in self.features or self.arch == 942:
+        if self.kernel not in ("forward", "dkdv") or "packed" in self.features or self.arch == 942:
             found = found._replace(tma=False)
         return found
 
@@ -114,10 +117,11 @@ def signature(build: Build) -> dict[str, Any]:
         bias=when("bias", bias),
     )
     masked = bool(f - {"alibi", "softcap", "sinks", "dropout"})
-    block = [1, 1, config.block_n, build.dim]
+    tall = config.block_n if build.kernel == "forward" else config.block_m
+    block = [1, 1, tall, build.dim]
     if build.kernel in ("decode", "merge", "keep_range"):
         return cache_signature(build)
-    described = f"tensordesc<{dtype}{block}>".replace(" ", "") if config.tma else None
+    described = (f"tensordesc<{dtype}{block}>".replace(" ", ""),) * 2 if config.tma else None
     constants = {
         "D": build.dim,
         "DV": build.dim,
@@ -126,7 +130,6 @@ def signature(build: Build) -> dict[str, Any]:
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "FOLD": not f & {"softcap", "alibi", "bias"},
-        "MASKED": masked,
         "MOST": 64 if "packed" in f else 1,
         "HOW": "ieee",
         "SUM_Q": "alibi" in f,
@@ -135,7 +138,7 @@ def signature(build: Build) -> dict[str, Any]:
     part = parts.Dense("*fp32:16", step, step, "i32", ("constant", 1))
     return {
         "q": array, "k": array, "v": array, "out": array, "dout": array, "lse": rows,
-        "k_desc": described, "v_desc": described, "sinks": when("sinks", "*fp32:16"), "mask": mask,
+        "desc": described, "sinks": when("sinks", "*fp32:16"), "mask": mask,
         "how": how, "dropout": when("dropout", parts.Dropout("*i64:16", "i32", "fp32")),
         "sizes": parts.Sizes("i32", "i32", "i32", "i32", "i32"), "delta": rows, "pivot": rows,
         "low": rows if "bias" in f or build.kernel == "dbias" else None, "dlse": rows, "part": part,
@@ -160,7 +163,7 @@ def cache_signature(build: Build) -> dict[str, Any]:
     eight = "*u8:16" if "blocks" in f else "*i8:16" if "segments" in f else None
     cache = decoding.Cache(
         eight or f"*{build.dtype}:16", "i32:16", "i32:16", "i32:16",
-        "*fp32:16" if eight else None, "i32", "i32:16",
+        "*fp32:16" if eight else None, "i32", "i32:16", "i32",
     )  # fmt: skip
     step = decoding.Step(
         lengths="*i32:16", starts=when("lengths", "*i32:16"), table=when("packed", "*i32:16"),
@@ -171,7 +174,8 @@ def cache_signature(build: Build) -> dict[str, Any]:
     )  # fmt: skip
     constants = {
         "D": build.dim, "DV": build.dim, "BLOCK_D": build.dim, "BLOCK_DV": build.dim, "BLOCK_M": 16,
-        "BLOCK_N": launch.decode_block(build.dim, NAMES[build.dtype]), "PAGE": 64, "HOW": "ieee",
+        "BLOCK_N": launch.decode_block(build.dim, NAMES[build.dtype]), "PAGE": 64, "PAGES": 8,
+        "HOW": "ieee",
         "SIZE": 1024 if build.kernel == "keep_range" else decoding.CHUNK, "FP8": "blocks" in f,
         "MANY": "bool" in f,
     }  # fmt: skip
@@ -193,7 +197,13 @@ def compile_kernel(build: Build) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    homes = {"forward": forward, "decode": decoding, "merge": decoding, "keep_range": parts}
+    homes = {
+        "forward": forward,
+        "forward_again": forward,
+        "decode": decoding,
+        "merge": decoding,
+        "keep_range": parts,
+    }
     module = homes.get(build.kernel, backward)
     kernel = getattr(module, f"{build.kernel}_kernel")
     wanted = signature(build)
@@ -209,7 +219,8 @@ def compile_kernel(build: Build) -> Any:
             constants[path] = None
             return "constexpr"
         if isinstance(value, tuple):
-            return type(value)(*(settle((*path, n), part) for n, part in enumerate(value)))
+            parts_of = [settle((*path, n), part) for n, part in enumerate(value)]
+            return type(value)(*parts_of) if hasattr(value, "_fields") else tuple(parts_of)
         name, _, divisor = value.partition(":")
         if divisor:
             hints[path] = [["tt.divisibility", int(divisor)]]

@@ -21,7 +21,7 @@ class Config(NamedTuple):
     block_n: int
     warps: int = 4
     stages: int = 2
-    tma: bool = False  # keys and values through TMA descriptors, where the strides allow it
+    tma: bool = False  # what the loop reads comes through TMA descriptors, if the strides allow it
 
     def options(self) -> dict[str, Any]:
         """The launch options that Triton takes."""
@@ -53,8 +53,8 @@ _HOPPER = {
         (512, Config(64, 32, 8, 2)),
     ],
     ("dkdv", 2): [
-        (64, Config(64, 64, 4, 2)),
-        (128, Config(64, 64, 4, 2)),
+        (64, Config(64, 64, 4, 2, True)),
+        (128, Config(64, 64, 4, 2, True)),
         (256, Config(32, 64, 8, 1)),
         (512, Config(16, 32, 8, 1)),
     ],
