@@ -17,6 +17,7 @@ from attnkit.kernels.parts import (
     INF,
     LN2,
     LOG2E,
+    LOWEST,
     Rows,
     dot,
     dot_rounded,
@@ -31,6 +32,19 @@ from attnkit.kernels.parts import (
     sequence,
     visible,
 )
+
+
+@triton.jit
+def _nothing(how, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr):
+    """acc, total and top of rows that have seen no key.
+
+    A finite top keeps exp2(-inf - top) at 0, not NaN, while all scores so far are -inf.
+    """
+    lowest = LOWEST
+    if FOLD:  # that it stays finite, times the scale
+        lowest = -3e38 / tl.maximum(how.scale * LOG2E, 1.0)
+    top = tl.zeros([BLOCK_M], tl.float32) + lowest
+    return tl.zeros([BLOCK_M, BLOCK_DV], tl.float32), tl.zeros([BLOCK_M], tl.float32), top
 
 
 @triton.jit
@@ -59,15 +73,13 @@ def _step(acc, total, top, q, k_head, v_head, k, v, desc, mask, how, dropout, se
         seen = visible(mask, how.bias, seq, h, i, j)
         x = tl.where(seen, x, -INF)
     higher = tl.maximum(top, tl.max(x, 1))
-    # a row without a key so far has -inf; a finite pivot keeps exp2(-inf - pivot) at 0, not NaN
-    pivot = tl.where(higher == -INF, 0.0, higher)
     if FOLD:
         unit = how.scale * LOG2E
-        p = tl.math.exp2(x * unit - (pivot * unit)[:, None])
-        fade = tl.math.exp2(top * unit - pivot * unit)
+        p = tl.math.exp2(x * unit - (higher * unit)[:, None])
+        fade = tl.math.exp2(top * unit - higher * unit)
     else:
-        p = tl.math.exp2((x - pivot[:, None]) * LOG2E)
-        fade = tl.math.exp2((top - pivot) * LOG2E)
+        p = tl.math.exp2((x - higher[:, None]) * LOG2E)
+        fade = tl.math.exp2((top - higher) * LOG2E)
     total = total * fade + tl.sum(p, 1)
     if dropout is not None:
         p = tl.where(kept(dropout, seq, h, m0, n0, BLOCK_M, BLOCK_N), p, 0.0)
@@ -155,9 +167,7 @@ def forward_kernel(q, k, v, out, lse, desc, sinks, spoilt, mask, how, dropout, s
         kv = h // sizes.group
         q_tile, k_head, v_head = _heads(q, k, v, seq, h, kv, m0, D, BLOCK_D, BLOCK_M)
         lo, full_lo, full_hi, hi = key_span(mask, seq, m0, BLOCK_M, BLOCK_N)
-        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        top = tl.full([BLOCK_M], -INF, tl.float32)
+        acc, total, top = _nothing(how, BLOCK_M, BLOCK_DV, FOLD)
         # the loop without masks first: ptxas serialises the matrix products otherwise
         acc, total, top = _pass(
             acc, total, top, full_lo, full_hi, q_tile, k_head, v_head, k, v, desc, mask,
@@ -178,10 +188,6 @@ def forward_kernel(q, k, v, out, lse, desc, sinks, spoilt, mask, how, dropout, s
         if spoilt is not None:
             wrong = tl.max(tl.where(tl.abs(acc) < INF, 0, 1), 1)
             wrong = wrong | tl.where(total < INF, 0, 1)
-            if how.bias is not None:
-                # a tile without masks may take infinity less infinity for a hidden key
-                there = m0 + tl.arange(0, BLOCK_M) < seq.nq
-                wrong = wrong | tl.where(there & (top == -INF), 1, 0)
             tl.store(spoilt + tl.program_id(0), tl.max(wrong, 0))
         _store(acc, total, top, out, lse, sinks, how, dropout, seq, h, m0, DV, BLOCK_M, BLOCK_DV,
                FOLD, HOW)  # fmt: skip
@@ -203,9 +209,7 @@ def forward_again_kernel(q, k, v, out, lse, sinks, spoilt, mask, how, dropout, s
         kv = h // sizes.group
         q_tile, k_head, v_head = _heads(q, k, v, seq, h, kv, m0, D, BLOCK_D, BLOCK_M)
         lo, full_lo, full_hi, hi = key_span(mask, seq, m0, BLOCK_M, BLOCK_N)
-        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        top = tl.full([BLOCK_M], -INF, tl.float32)
+        acc, total, top = _nothing(how, BLOCK_M, BLOCK_DV, FOLD)
         for part in range(3):  # in the order of `forward_kernel`, for the same bits
             start = tl.where(part == 0, full_lo, tl.where(part == 1, lo, full_hi))
             end = tl.where(part == 0, full_hi, tl.where(part == 1, full_lo, hi))

@@ -14,6 +14,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 INF = tl.constexpr(float("inf"))
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of the finite numbers in float32
 BLOCK = tl.constexpr(64)  # rows and columns of one flag of Mask.blocks
 NARROW = tl.constexpr(16)  # columns of a result whose products cost next to nothing
 
@@ -161,16 +162,17 @@ def find_sequence(cu, sequences, tile, SIZE: tl.constexpr, MOST: tl.constexpr):
     sequence is at least `sequences`.  MOST, a power of two, are looked at together.
     """
     found = tile * 0
-    before = tile * 0
+    before = tile * 0  # tiles of the sequences before that one
+    total = tile * 0  # tiles of all that were looked at
     for first in tl.range(0, sequences, MOST, num_stages=1):
         n = first + tl.arange(0, MOST)
         start = tl.load(cu + n, mask=n < sequences, other=0)
         end = tl.load(cu + n + 1, mask=n < sequences, other=0)
         tiles = tl.cdiv(tl.maximum(end - start, 0), SIZE)
-        passed = before + tl.cumsum(tiles, 0) <= tile
+        passed = total + tl.cumsum(tiles, 0) <= tile
         found += tl.sum(passed.to(tl.int32), 0)
-        # the first that is not passed owns the tile, and all after it add nothing
         before += tl.sum(tl.where(passed, tiles, 0), 0)
+        total += tl.sum(tiles, 0)
     return found, tile - before
 
 
