@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from attnkit import dispatch
+from attnkit import _slots, dispatch
 from attnkit.backends import reference
 from attnkit.spec import AttentionSpec, CacheArgs, RotaryTables, TensorArgs
 
@@ -290,7 +290,7 @@ def run_extend(
     impl = dispatch.select_decode(q, k_cache, v_cache, args, spec, cache)
     writer = dispatch.select_append(k, v, k_cache, v_cache)
     if query_step is not None:
-        q = reference.rotated_queries(q, args.lengths, query_step, rotary)
+        q = _slots.rotated_queries(q, args.lengths, query_step, rotary)
     writer.append(k, v, k_cache, v_cache, args.lengths, cache, rotary)
     args = args._replace(lengths=args.lengths + k.shape[2])
     return impl.decode(q, k_cache, v_cache, args, spec, cache)  # type: ignore[no-any-return]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from attnkit import testing
-from attnkit.backends.reference import quantise
+from attnkit._slots import quantise
 from attnkit.spec import AttentionSpec, CacheArgs, TensorArgs
 from attnkit.testing import Case, Inputs
 

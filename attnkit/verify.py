@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, TextIO
 import torch
 
 from attnkit import determinism, dispatch, testing
+from attnkit._slots import quantise
 from attnkit.backends import cpu, triton
-from attnkit.backends.reference import quantise
 from attnkit.determinism import Runner, Step, decode_step, in_order, moved
 from attnkit.testing import Case, Expected, Inputs, Results
 

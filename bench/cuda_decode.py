@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnkit import _slots
 from attnkit.backends import cuda, reference
 from attnkit.spec import AttentionSpec, CacheArgs, TensorArgs
 
@@ -111,7 +112,7 @@ def candidates(q: Tensor, caches: list[tuple[Tensor, Tensor]]) -> dict[str, Cand
         ),
     }
     for name, dtype in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
-        parts = [[reference.quantise(t, dtype) for t in kv] for kv in caches]
+        parts = [[_slots.quantise(t, dtype) for t in kv] for kv in caches]
         found[f"attnkit, {name}"] = Candidate(
             own(
                 [(k[0], v[0]) for k, v in parts],

@@ -21,8 +21,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnkit import testing
-from attnkit.backends import cpu, cuda, reference
+from attnkit import _slots, testing
+from attnkit.backends import cpu, cuda
 from attnkit.spec import AttentionSpec, CacheArgs, TensorArgs
 from attnkit.testing import Inputs, Results
 
@@ -179,7 +179,7 @@ def build(case: Case) -> Step:
             memory.append(t.masked_fill(past[:, None, :, None], math.nan))
             scales.append(None)
             continue
-        t, scale = reference.quantise(t, STORED[case.stored])
+        t, scale = _slots.quantise(t, STORED[case.stored])
         values.append(t.double() * scale.double()[..., None])
         memory.append(t)
         scales.append(scale.masked_fill(past[:, None], math.nan))

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnkit import testing
-from attnkit.backends import cuda, reference
+from attnkit import _slots, testing
+from attnkit.backends import cuda
 from attnkit.nn import RotaryEmbedding
 from attnkit.spec import CacheArgs, RotaryTables, TensorArgs
 from attnkit.testing import Inputs, Results
@@ -423,7 +423,7 @@ def test_rounding(kernels, stored):
     odd = torch.tensor([[math.nan], [math.inf], [-math.inf], [0.0]]).expand(4, 8).clone()
     odd[:3, 1:] = 1.0
     x = torch.cat((rows, odd))[:, None, None]
-    want, scale = reference.quantise(x, STORED[stored])
+    want, scale = _slots.quantise(x, STORED[stored])
 
     def call() -> tuple[Tensor, ...]:
         k, v = (torch.zeros(x.shape, device=kernels.device).to(STORED[stored]) for _ in range(2))
@@ -437,7 +437,7 @@ def test_rounding(kernels, stored):
     torch.testing.assert_close(k_scale, scale, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(v_scale, scale, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(k[good], want[good].view(torch.uint8))
-    opposite = reference.quantise(-x, STORED[stored])[0]
+    opposite = _slots.quantise(-x, STORED[stored])[0]
     assert torch.equal(v[good], opposite[good].view(torch.uint8))
 
 

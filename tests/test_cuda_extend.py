@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnkit import testing
+from attnkit import _slots, testing
 from attnkit.backends import reference
 from attnkit.nn import RotaryEmbedding
 from attnkit.spec import AttentionSpec, CacheArgs, RotaryTables, TensorArgs
@@ -79,7 +79,7 @@ class Setting:
             t = torch.randn(count, HEADS, size, D, generator=g)
             scale = None
             if stored is not None:
-                t, scale = reference.quantise(t, kept)
+                t, scale = _slots.quantise(t, kept)
             self.caches.append(t.to(kept))
             self.scales.append(scale)
         self.ids = ids if page else ids[:, 0]

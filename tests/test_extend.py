@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import attnkit
-from attnkit import dispatch
-from attnkit.backends import cpu, reference
+from attnkit import _slots, dispatch
+from attnkit.backends import cpu
 from attnkit.cache import KVCache, PagedKVCache
 from attnkit.nn import RotaryEmbedding
 from attnkit.spec import CacheArgs, RotaryTables
@@ -35,7 +35,7 @@ def setting(kind: str, n: int = 3, queries: int = 3, dtype: torch.dtype = torch.
     if kind == "paged":
         where["block_table"] = torch.randperm(rows)[: B * 3].view(B, 3).int()
     if kind == "int8":
-        stored = [reference.quantise(t, torch.int8) for t in caches]
+        stored = [_slots.quantise(t, torch.int8) for t in caches]
         caches = [t for t, _ in stored]
         where |= dict(zip(("key_scale", "value_scale"), (s for _, s in stored), strict=True))
     return q, k, v, caches, where
@@ -50,7 +50,7 @@ def in_two(q, k, v, caches, where, lengths, rotary, query_step, **options):
     names = ("starts", "block_table", "batch_index", "key_scale", "value_scale")
     cache = CacheArgs(*(where.get(name) for name in names))
     if query_step is not None:
-        q = reference.rotated_queries(q, lengths, query_step, rotary)
+        q = _slots.rotated_queries(q, lengths, query_step, rotary)
     writer = dispatch.select_append(k, v, *caches)
     writer.append(k, v, *caches, lengths, cache, rotary or RotaryTables())
     after = lengths + k.shape[2]

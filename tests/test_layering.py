@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # the parts of the package from the lowest to the highest; those of one row may use each other
 LAYERS = [
-    {"kernels", "spec", "masks", "_flops", "_gpu", "_layout"},
+    {"kernels", "spec", "masks", "_flops", "_gpu", "_layout", "_slots"},
     {"backends"},
     {"dispatch"},
     {"_checks", "_cache_checks", "_shapes", "_options", "_autograd", "functional", "_sharded"},

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnkit import dispatch, testing
-from attnkit.backends import cpu, reference
+from attnkit import _slots, dispatch, testing
+from attnkit.backends import cpu
 from attnkit.cache import PagedKVCache
 from attnkit.functional import decode_attention
 from attnkit.nn import RotaryEmbedding
@@ -47,7 +47,7 @@ def build(
         if stored is None:
             t.masked_fill_(past[:, None, :, None], math.nan)
         else:
-            t, scale = reference.quantise(t, STORED[stored])
+            t, scale = _slots.quantise(t, STORED[stored])
             scale.masked_fill_(past[:, None], math.nan)
         tensors.append(t)
         scales.append(scale)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attnkit import _flops, _gpu
 from attnkit._layout import empty_like, readable
+from attnkit._slots import append as append
 from attnkit.spec import NO_CACHE, AttentionSpec, CacheArgs, TensorArgs
 
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -92,8 +93,8 @@ def supports_extend(*call: Any) -> str:
 
 
 def supports_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
-    """None, or why these kernels cannot write k and v into the cache."""
-    return "there is no Triton kernel that writes into a cache: PyTorch's own indexing does it"
+    """None, or why this backend cannot write k and v into the cache: by PyTorch's indexing."""
+    return supports(k, k, v, TensorArgs(), AttentionSpec(1.0))
 
 
 def forward(
@@ -142,11 +143,6 @@ def decode(
     """
     call = torch.ops.attnkit.triton_decode.default if _watched(q) else _decode
     return call(q, k, v, *args, *spec, *cache)  # type: ignore[no-any-return]
-
-
-def append(*arguments: Any) -> None:
-    """Refused by supports_append."""
-    raise NotImplementedError(supports_append(*arguments[:4]))
 
 
 # ------------------------------------------------------------- operators
