@@ -27,12 +27,13 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help demo test bench gpu-check info verify docs lint format types sanitize native spills mutants check-cuda wheel clean distclean always
+.PHONY: help demo test bench bench-cpu gpu-check info verify docs lint format types sanitize native spills mutants check-cuda wheel clean distclean always
 
 help:
 	@echo 'make demo      train a Transformer on the kernels, translate dates, write runs/demo/index.html'
 	@echo 'make test      run the tests     (ARGS="-k masks" chooses some, ARGS="-m slow" the long ones)'
-	@echo 'make bench     measure against PyTorch'
+	@echo 'make bench     measure against PyTorch, two minutes; build/bench/index.html  (ARGS="--preset cpu": all of it)'
+	@echo 'make bench-cpu the goals of the CPU kernels, beside other libraries, into bench/results'
 	@echo 'make gpu-check on a machine with a GPU: every kernel against float64, races, then times, into DIR'
 	@echo 'make info      machine, versions, backends, and why a backend is missing'
 	@echo 'make verify    every kernel of this machine against float64, in half a minute'
@@ -57,8 +58,12 @@ test: ready-test
 	@$(BIN)/pytest -q -m 'not slow' $(ARGS)
 	@test -n '$(ARGS)' || TRITON_INTERPRET=1 $(BIN)/pytest -q -m 'not slow' tests/test_triton.py
 
-bench: ready-test
-	@$(BIN)/pytest bench -q --benchmark-only $(ARGS)
+bench: ready-bench
+	@$(BIN)/attnkit bench --json build/bench/results.json $(ARGS)
+	@$(BIN)/attnkit report build/bench/results.json -o build/bench
+
+bench-cpu: ready-bench,peers
+	@$(PY) bench/cpu_goals.py $(ARGS)
 
 # With the Python at hand, its PyTorch and its Triton: a machine with a GPU may have no network.  The
 # CUDA kernels are compiled for the GPU that is there alone: for all of them it takes many minutes.

@@ -11,6 +11,7 @@ from attnkit.functional import (
     attention_weights,
     decode_attention,
     explain,
+    extend_attention,
     scaled_dot_product_attention,
     varlen_attention,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "available_backends",
     "decode_attention",
     "explain",
+    "extend_attention",
     "scaled_dot_product_attention",
     "use_backend",
     "varlen_attention",

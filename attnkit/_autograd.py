@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from attnkit import dispatch
 from attnkit.backends import reference
-from attnkit.spec import AttentionSpec, CacheArgs, TensorArgs
+from attnkit.spec import AttentionSpec, CacheArgs, RotaryTables, TensorArgs
 
 NO_ARGS = TensorArgs()
 
@@ -266,3 +266,31 @@ def run_decode(
     """(out, lse) of queries on a cache of args.lengths keys; has no gradient."""
     impl = dispatch.select_decode(q, k, v, args, spec, cache)
     return impl.decode(q, k, v, args, spec, cache)  # type: ignore[no-any-return]
+
+
+def run_extend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    args: TensorArgs,
+    spec: AttentionSpec,
+    cache: CacheArgs,
+    rotary: RotaryTables,
+    query_step: int | None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of queries on a cache of args.lengths keys and k, which is written to it first."""
+    impl = dispatch.select_decode(q, k_cache, v_cache, args, spec, cache)
+    fused = getattr(impl, "supports_extend", None)
+    if fused is not None and fused(q, k, v, k_cache, v_cache, args, spec, cache) is None:
+        return impl.extend(  # type: ignore[no-any-return]
+            q, k, v, k_cache, v_cache, args, spec, cache, rotary, query_step
+        )
+    assert args.lengths is not None
+    writer = dispatch.select_append(k, v, k_cache, v_cache)
+    if query_step is not None:
+        q = reference.rotated_queries(q, args.lengths, query_step, rotary)
+    writer.append(k, v, k_cache, v_cache, args.lengths, cache, rotary)
+    args = args._replace(lengths=args.lengths + k.shape[2])
+    return impl.decode(q, k_cache, v_cache, args, spec, cache)  # type: ignore[no-any-return]

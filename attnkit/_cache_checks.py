@@ -84,6 +84,38 @@ def check_rows(q: Tensor, key: Tensor, value: Tensor, cache: CacheArgs) -> int:
     return width * key.shape[2]
 
 
+def check_new(q: Tensor, k: Any, v: Any, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Check new tokens k [B, Hkv, n, D], v [B, Hkv, n, Dv] for a cache that fits the queries.
+
+    Raises:
+        TypeError: not tensors, or of another dtype.
+        RuntimeError: shapes or devices that do not fit.
+    """
+    if type(k) is type(v) is Tensor and k.dim() == 4:
+        batch, heads, n = q.shape[0], k_cache.shape[1], k.shape[2]
+        if (
+            k.shape == (batch, heads, n, q.shape[3])
+            and v.shape == (batch, heads, n, v_cache.shape[3])
+            and k.dtype is v.dtype is k_cache.dtype
+            and k.device == v.device == q.device
+        ):
+            return
+    kinds = [k_cache.dtype]
+    if k_cache.dtype in EIGHT_BITS:
+        kinds = [torch.float32, torch.bfloat16, torch.float16]
+    for name, t, cache in (("key", k, k_cache), ("value", v, v_cache)):
+        if not isinstance(t, Tensor) or t.dtype not in kinds or t.dtype != k.dtype:
+            names = " or ".join(map(str, kinds))
+            raise TypeError(f"{name} is {describe(t)}, expected {names}, key and value alike")
+        tokens = k.shape[2] if k.dim() == 4 else "n"
+        wanted = (q.shape[0], cache.shape[1], tokens, cache.shape[3])
+        if tuple(t.shape) != wanted:
+            expected = ", ".join(map(str, wanted))
+            raise RuntimeError(f"{name} has shape {tuple(t.shape)}, expected ({expected})")
+        if t.device != q.device:
+            raise RuntimeError(f"{name} is on {t.device}, query is on {q.device}")
+
+
 def row_index(index: Any) -> Tensor:
     """Which old row each new row is; its values are not looked at.
 

@@ -285,6 +285,54 @@ class PagedKVCache:
             ValueError: another shape or device, too short a table, or as `reserve`.
             RuntimeError: keys that require a gradient.
         """
+        index, cache, tables = self._place(k, v, sequences, rotary)
+        backend = dispatch.select_append(k, v, self.k, self.v)
+        backend.append(k, v, self.k, self.v, self.lengths[index], cache, tables)
+        self._add(k.shape[2], index, sequences)
+
+    def extend(
+        self,
+        query: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequences: Sequence[int],
+        rotary: RotaryTables | tuple[Tensor, Tensor, bool] | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """``append`` k, v and ``attend`` from the queries [B, Hq, n, D] that came with them.
+
+        Args:
+            query, k, v, sequences, rotary: as of `append` and `attend`; queries are not rotated.
+            options: of `attend`.
+
+        Raises:
+            As `append`.
+        """
+        index, cache, tables = self._place(k, v, sequences, rotary)
+        out = functional.extend_attention(
+            query,
+            k,
+            v,
+            self.k,
+            self.v,
+            self.lengths[index],
+            block_table=cache.block_table,
+            key_scale=cache.k_scale,
+            value_scale=cache.v_scale,
+            rotary=tables,
+            **options,
+        )
+        self._add(k.shape[2], index, sequences)
+        return cast(Tensor, out)
+
+    def _place(
+        self,
+        k: Tensor,
+        v: Tensor,
+        sequences: Sequence[int],
+        rotary: RotaryTables | tuple[Tensor, Tensor, bool] | None,
+    ) -> tuple[Tensor, CacheArgs, RotaryTables]:
+        """Pages for new tokens, which have been checked; what a backend is told of them."""
         self._check(k, v, len(sequences))
         tables = RotaryTables() if rotary is None else RotaryTables(*rotary)
         n = k.shape[2]
@@ -294,8 +342,10 @@ class PagedKVCache:
             self.reserve(sequences, n)
         index = self._index(sequences)
         cache = CacheArgs(None, self.block_table[index], None, self.k_scale, self.v_scale)
-        backend = dispatch.select_append(k, v, self.k, self.v)
-        backend.append(k, v, self.k, self.v, self.lengths[index], cache, tables)
+        return index, cache, tables
+
+    def _add(self, n: int, index: Tensor, sequences: Sequence[int]) -> None:
+        """Count n tokens that were written."""
         self.lengths.index_add_(0, index, torch.full_like(index, n, dtype=torch.int32))
         if torch.compiler.is_compiling():
             self._tokens = None

@@ -239,16 +239,20 @@ class KVCache(_Cache):
 
         Raises what `append` does.
         """
-        self._write(k, v, counts)
-        n = k.shape[2]
         if bias is not None:
+            self._write(k, v, counts)
             out = self._attend_biased(query, bias, left, **options)
-        elif counts is not None:  # the last queries may be padding, which is not kept
-            out = self._attend(query, self.lengths + n, left=left, **options)
+        elif torch.compiler.is_compiling():  # which makes one kernel of the writing by itself
+            self._write(k, v, counts)
+            # the last queries may be padding, which is not kept
+            out = self._attend(query, self.lengths + k.shape[2], left=left, **options)
         else:
-            self._count(n, None)
-            return self._attend(query, self.lengths, left=left, **options)
-        self._count(n, counts)
+            self.check_room(self._check(k, v, counts))
+            found = functional.extend_attention(
+                query, k, v, self.k, self.v, self.lengths, keep=self.keep, left=left, **options
+            )
+            out = cast(Tensor, found)
+        self._count(k.shape[2], counts)
         return out
 
     def reorder(self, index: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The command ``attnkit``: demo, train, generate, heatmap, info, verify, explain."""
+"""The command ``attnkit``: demo, train, generate, heatmap, bench, report, info, verify, explain."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 
 from attnkit import __version__, dispatch, functional, masks
 from attnkit.backends import cpu, cuda
+from attnkit.benchmark import command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +29,8 @@ DTYPES = {
 DEMO_MODULES = ("babel", "tokenizers", "rich", "matplotlib")  # of the extra attnkit[demo]
 GENERATE_MODULES = ("tokenizers",)
 HEATMAP_MODULES = ("tokenizers", "matplotlib")
+BENCH_MODULES = ("rich",)  # of the extra attnkit[bench]
+REPORT_MODULES = ("matplotlib", "jinja2")
 RECIPES = {  # modules with SUMMARY, MODULES, Options and main(options, console)
     "translate": "attnkit.recipes.translate",
     "lm": "attnkit.recipes.language_model",
@@ -140,6 +143,32 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
     heatmap.set_defaults(run=run_heatmap, parser=heatmap)
+
+    bench = commands.add_parser(
+        "bench",
+        help="measure attnkit beside PyTorch and other libraries, on presets or your own shapes",
+        description=(
+            "Check the numbers of every implementation, then time them in interleaved rounds. What "
+            "do I gain: attnkit bench --shape 8,32,4096,128 --dtype bf16 --causal --window 1024"
+        ),
+    )
+    command.add_arguments(bench)
+    bench.set_defaults(run=run_bench, parser=bench)
+
+    report = commands.add_parser(
+        "report",
+        help="make a page, a table and pictures of measured results",
+        description="Write index.html (one page, needs no network), results.md and PNGs.",
+    )
+    report.add_argument("results", type=Path, help="a file that attnkit bench --json wrote")
+    report.add_argument(
+        *("-o", "--output"),
+        type=Path,
+        default=Path("report"),
+        metavar="FOLDER",
+        help="where to (default: %(default)s)",
+    )
+    report.set_defaults(run=run_report, parser=report)
 
     info = commands.add_parser(
         "info", help="print versions, machine, backends, and why a backend is not available"
@@ -304,6 +333,35 @@ def run_heatmap(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         return heatmap.main(options)
     except UsageError as error:
         parser.error(str(error))
+
+
+# --- bench, report -----------------------------------------------------------------------------
+
+
+def run_bench(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """``attnkit bench``."""
+    if not _installed("bench", BENCH_MODULES, extra="bench"):
+        return 2
+    _check_device(parser, options.device)
+    return command.main(parser, options)
+
+
+def run_report(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """``attnkit report``."""
+    if not _installed("report", REPORT_MODULES, extra="bench"):
+        return 2
+    from attnkit.benchmark import report
+    from attnkit.benchmark.results import Results
+
+    try:
+        results = Results.load(options.results)
+    except OSError as error:
+        parser.error(f"argument results: {options.results}: {error.strerror}")
+    except ValueError as error:
+        parser.error(f"argument results: {options.results}: {error}")
+    for path in report.write(results, options.output):
+        print(path)
+    return 0
 
 
 # --- info --------------------------------------------------------------------------------------

@@ -12,22 +12,21 @@ Everything is deterministic, so ``deterministic`` changes nothing, nor does ``nu
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnkit import _checks, dispatch
-from attnkit.backends import reference
+from attnkit import _checks
 from attnkit.functional import (
     attention,
     attention_weights,
     decode_attention,
+    extend_attention,
     varlen_attention,
 )
 from attnkit.masks import sliding_window
-from attnkit.spec import CacheArgs, RotaryTables
+from attnkit.spec import RotaryTables
 
 Window = tuple[int, int]
 NO_WINDOW: Window = (-1, -1)
@@ -259,14 +258,22 @@ def flash_attn_with_kvcache(
     keys, values = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     if block_table is None and cache_batch_idx is None:  # the first rows of a larger cache
         keys, values = keys[:batch], values[:batch]
-    tables = RotaryTables()
-    if rotary_cos is not None and rotary_sin is not None:
-        tables = _rotary_tables(rotary_cos, rotary_sin, rotary_interleaved, q)
-        steps = torch.arange(q.shape[1], device=q.device)
-        if left is right is None:
-            steps = torch.zeros_like(steps)
-        q = _rotate(q, tables, lengths[:, None] + steps)
-    if k is not None and v is not None:
+    options: dict[str, Any] = {
+        "starts": cache_leftpad,
+        "block_table": block_table,
+        "batch_index": cache_batch_idx,
+        "left": left,
+        "right": right,
+        "causal": False,
+        "scale": softmax_scale,
+        "softcap": softcap,
+        "alibi": alibi_slopes,
+        "return_lse": True,
+    }
+    query = q.transpose(1, 2)
+    if k is None or v is None:
+        out, lse = decode_attention(query, keys, values, lengths, **options)
+    else:
         for name, t, cache in (("k", k, k_cache), ("v", v, v_cache)):
             _expect_dims(name, t, 4, "[batch, new, heads, head dim]")
             wanted = (batch, k.shape[1], *cache.shape[2:])
@@ -274,30 +281,15 @@ def flash_attn_with_kvcache(
                 raise RuntimeError(f"{name} is {tuple(t.shape)}, expected {wanted}")
             if t.dtype != cache.dtype:
                 raise RuntimeError(f"{name} is {t.dtype}, {name}_cache is {cache.dtype}")
-    attend = functools.partial(
-        decode_attention,
-        cache_key=keys,
-        cache_value=values,
-        starts=cache_leftpad,
-        block_table=block_table,
-        batch_index=cache_batch_idx,
-        left=left,
-        right=right,
-        causal=False,
-        scale=softmax_scale,
-        softcap=softcap,
-        alibi=alibi_slopes,
-        return_lse=True,
-    )
-    query = q.transpose(1, 2)
-    if k is not None and v is not None:
-        attend(query[:, :, :0], lengths=lengths)  # what is wrong is said before anything is written
+        if rotary_cos is not None and rotary_sin is not None:
+            # without a mask that looks at positions all queries are rotated by the first one's
+            step = 0 if left is right is None else 1
+            last = max(k.shape[1] - 1, step * (q.shape[1] - 1))
+            options["rotary"] = _rotary_tables(rotary_cos, rotary_sin, rotary_interleaved, q)
+            options["query_step"] = step
+            _expect_positions(rotary_cos, lengths, last)
         new = (k.transpose(1, 2), v.transpose(1, 2))
-        where = CacheArgs(None, block_table, cache_batch_idx)
-        backend = dispatch.select_append(*new, keys, values)
-        backend.append(*new, keys, values, lengths, where, tables)
-        lengths = lengths + k.shape[1]
-    out, lse = attend(query, lengths=lengths)
+        out, lse = extend_attention(query, *new, keys, values, lengths, **options)
     out = out.transpose(1, 2)
     return (out, lse) if return_softmax_lse else out
 
@@ -393,13 +385,9 @@ def _rotary_tables(cos: Tensor, sin: Tensor, interleaved: bool, q: Tensor) -> Ro
     return RotaryTables(cos.to(real), sin.to(real), interleaved)
 
 
-def _rotate(x: Tensor, tables: RotaryTables, positions: Tensor) -> Tensor:
-    """x [B, L, H, D] turned to positions [B, L], in the precision of the tables."""
-    assert tables.cos is not None
-    assert tables.sin is not None
-    if positions.numel() and int(positions.max()) >= len(tables.cos):
-        raise RuntimeError(
-            f"rotary_cos has {len(tables.cos)} positions, a query stands at {int(positions.max())}"
-        )
-    cos, sin = (t[positions.long()][:, :, None] for t in (tables.cos, tables.sin))
-    return reference.rotated(x, cos, sin, tables.interleaved).to(x.dtype)
+def _expect_positions(cos: Tensor, lengths: Tensor, last: int) -> None:
+    """On the CPU, where a look at the lengths is free: rotary_cos reaches the newest token."""
+    if lengths.is_cpu and lengths.numel() and not torch.compiler.is_compiling():
+        last += int(lengths.max())
+        if last >= len(cos):
+            raise RuntimeError(f"rotary_cos has {len(cos)} positions, a token stands at {last}")

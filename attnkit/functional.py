@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from attnkit import _cache_checks, _checks, _shapes, dispatch
-from attnkit._autograd import NO_ARGS, expanded, in_transform, run, run_decode
+from attnkit._autograd import NO_ARGS, expanded, in_transform, run, run_decode, run_extend
 from attnkit._options import gather, zeros
 from attnkit.backends import reference
 from attnkit.masks import Mask
-from attnkit.spec import AttentionSpec, CacheArgs, TensorArgs
+from attnkit.spec import NO_ROTARY, AttentionSpec, CacheArgs, RotaryTables, TensorArgs
 
 
 def scaled_dot_product_attention(
@@ -441,19 +441,125 @@ def decode_attention(
         NotImplementedError: complex or nested tensors; a forced backend that cannot serve the call.
     """
     cache = CacheArgs(starts, block_table, batch_index, key_scale, value_scale)
-    if _cache_checks.quantised(cache_key, cache):
+    query, cache_key, cache_value, capacity = _on_cache(query, cache_key, cache_value, cache)
+    _refuse_gradient("decode_attention", query, cache_key, cache_value)
+    args, spec = _decoding(
+        query, capacity, lengths, keep, left, right, causal, scale, softcap, sinks, alibi
+    )
+    out, lse = run_decode(query, cache_key, cache_value, args, spec, cache)
+    return (out, lse) if return_lse else out
+
+
+def extend_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache_key: Tensor,
+    cache_value: Tensor,
+    lengths: Tensor,
+    *,
+    starts: Tensor | None = None,
+    block_table: Tensor | None = None,
+    batch_index: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    keep: Tensor | None = None,
+    left: int | None = None,
+    right: int | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    rotary: RotaryTables | None = None,
+    query_step: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Write new keys and values into a cache, and attend to it from the queries that came along.
+
+    `decode_attention` after n new tokens of each sequence were written to the slots from lengths[b]
+    on, where the backend can in one operator.  Query t of Lq stands at position lengths[b] + n - Lq
+    + t.
+
+    Args:
+        query: [B, Hq, Lq, D].
+        key: [B, Hkv, n, D], the new tokens; in the cache's dtype, or, for a quantised cache, in
+            float32, bfloat16 or float16.
+        value: [B, Hkv, n, Dv], in the key's dtype.
+        cache_key, cache_value, key_scale, value_scale: as in `decode_attention`; written in place.
+        lengths: int32 [B], filled slots of each sequence, before the new tokens; not changed.
+        rotary: the angles by which keys are rotated on their way, each by those of its slot.
+        query_step: 0 or 1: rotate queries, too, query t as one at position lengths[b] + t *
+            query_step; None: leave them.
+        starts, block_table, batch_index, keep, left, right, causal, scale, softcap, sinks, alibi,
+            return_lse: as in `decode_attention`.
+
+    Returns:
+        out [B, Hq, Lq, Dv], and with return_lse (out, lse): lse [B, Hq, Lq].
+
+    Raises:
+        As `decode_attention`; nothing is written then.
+    """
+    cache = CacheArgs(starts, block_table, batch_index, key_scale, value_scale)
+    query, cache_key, cache_value, capacity = _on_cache(query, cache_key, cache_value, cache)
+    _cache_checks.check_new(query, key, value, cache_key, cache_value)
+    _refuse_gradient("extend_attention", query, cache_key, cache_value, key, value)
+    if query_step is not None and (rotary is None or query_step not in (0, 1)):
+        raise ValueError(f"query_step is {query_step}, expected 0 or 1, and given with rotary")
+    args, spec = _decoding(
+        query, capacity, lengths, keep, left, right, causal, scale, softcap, sinks, alibi
+    )
+    out, lse = run_extend(
+        query,
+        key,
+        value,
+        cache_key,
+        cache_value,
+        args,
+        spec,
+        cache,
+        rotary or NO_ROTARY,
+        query_step,
+    )
+    return (out, lse) if return_lse else out
+
+
+def _on_cache(
+    query: Tensor, key: Tensor, value: Tensor, cache: CacheArgs
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Query and cache, checked, and the slots of a sequence."""
+    if _cache_checks.quantised(key, cache):
         query, _, _ = _checks.settle(query, query, query)
-        _cache_checks.check_scales(query, cache_key, cache_value, cache)
-    elif not _checks.plain(query, cache_key, cache_value):
-        query, cache_key, cache_value = _checks.settle(query, cache_key, cache_value)
-    capacity = _cache_checks.check_rows(query, cache_key, cache_value, cache)
-    if torch.is_grad_enabled():
-        for name, t in (("query", query), ("cache_key", cache_key), ("cache_value", cache_value)):
-            if t.requires_grad:
-                raise RuntimeError(
-                    f"{name} requires a gradient, expected none: decode_attention has no backward, "
-                    "call it under torch.no_grad()"
-                )
+        _cache_checks.check_scales(query, key, value, cache)
+    elif not _checks.plain(query, key, value):
+        query, key, value = _checks.settle(query, key, value)
+    return query, key, value, _cache_checks.check_rows(query, key, value, cache)
+
+
+def _refuse_gradient(function: str, *tensors: Tensor) -> None:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        names = ("query", "cache_key", "cache_value", "key", "value")
+        name = next(n for n, t in zip(names, tensors, strict=False) if t.requires_grad)
+        raise RuntimeError(
+            f"{name} requires a gradient, expected none: {function} has no backward, "
+            "call it under torch.no_grad()"
+        )
+
+
+def _decoding(
+    query: Tensor,
+    capacity: int,
+    lengths: Tensor,
+    keep: Tensor | None,
+    left: int | None,
+    right: int | None,
+    causal: bool,
+    scale: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+    alibi: Tensor | None,
+) -> tuple[TensorArgs, AttentionSpec]:
+    """The options of a call on a cache, checked."""
     batch = query.shape[0]
     _checks.per_sequence("lengths", lengths, torch.int32, (batch,), query)
     if keep is not None:
@@ -464,9 +570,7 @@ def decode_attention(
     given, spec, _ = gather(query, capacity, None, None, scale, softcap, sinks, alibi)
     args = TensorArgs(None, given.sinks, keep, lengths, None, None, None, given.alibi)
     right = 0 if _checks.flag("causal", causal) else right
-    spec = AttentionSpec(spec.scale, left, right, True, spec.softcap)
-    out, lse = run_decode(query, cache_key, cache_value, args, spec, cache)
-    return (out, lse) if return_lse else out
+    return args, AttentionSpec(spec.scale, left, right, True, spec.softcap)
 
 
 class Explanation(dict[str, "str | None"]):

@@ -530,17 +530,22 @@ def cell_style(weight: float) -> str:
     return "background:rgb({},{},{})".format(*colour)
 
 
-def write_page(path: str | Path, content: Mapping[str, Any]) -> Path:
-    """Write the page of a demo run from ``content`` (see demo_page.html.j2); text is escaped."""
+def write_page(
+    path: str | Path, content: Mapping[str, Any], template: str = "demo_page.html.j2"
+) -> Path:
+    """Write a page from ``content``, as the template of the package asks; text is escaped."""
     from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
 
-    template = resources.files("attnkit").joinpath("demo_page.html.j2").read_text("utf-8")
+    package = resources.files("attnkit")
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["embedded"] = embedded
     environment.filters["cell_style"] = cell_style
+    environment.globals["css"] = Markup(package.joinpath("page.css").read_text("utf-8"))
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(environment.from_string(template).render(content), encoding="utf-8")
+    text = environment.from_string(package.joinpath(template).read_text("utf-8")).render(content)
+    path.write_text(text, encoding="utf-8")
     return path

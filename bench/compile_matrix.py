@@ -14,13 +14,15 @@ strides of 1, and for each feature the arguments that attnkit.kernels.host would
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import itertools
 import json
 import os
 import re
+import resource
 import sys
-import time
-from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,15 +35,19 @@ import machine_code  # noqa: E402
 from attnkit.kernels import backward, forward, launch, parts  # noqa: E402
 from attnkit.kernels import decode as decoding  # noqa: E402
 
+from attnkit import testing  # noqa: E402
+
 RESULTS = ROOT / "bench" / "results"
-ARCHS = (80, 90, 100, 942)
+ARCHS = (80, 86, 89, 90, 100, 120, 942)
 NAMES = {"bf16": 2, "fp16": 2, "fp32": 4}
 FEATURES = (
     "right", "left", "lengths", "keep", "segments", "blocks", "bool", "bias", "alibi", "softcap",
     "sinks", "dropout", "packed",
 )  # fmt: skip
 FLOP = {"forward": 4, "dkdv": 8, "dq": 6}  # per entry of a tile and column
-OTHERS = ("rows", "dbias", "dkdv_again", "dq_again", "decode", "merge", "keep_range")
+OTHERS = (
+    "forward_again", "rows", "dbias", "dkdv_again", "dq_again", "decode", "merge", "keep_range",
+)  # fmt: skip
 
 
 class Build(NamedTuple):
@@ -64,11 +70,12 @@ class Build(NamedTuple):
             return self.config
         major = None if self.arch == 942 else (self.arch // 10, self.arch % 10)
         family = launch.family(major)
-        biased = self.kernel == "forward" and "bias" in self.features
-        name = {"dkdv_again": "dkdv", **dict.fromkeys(FLOP, self.kernel)}.get(self.kernel, "dq")
+        biased = self.kernel.startswith("forward") and "bias" in self.features
+        name = self.kernel.removesuffix("_again")
+        name = name if name in FLOP else "dq"
         name = "forward bias" if biased else name
         found = launch.choose(name, family, self.dim, NAMES[self.dtype])
-        if self.kernel != "forward" or "packed" in self.features or self.arch == 942:
+        if self.kernel not in ("forward", "dkdv") or "packed" in self.features or self.arch == 942:
             found = found._replace(tma=False)
         return found
 
@@ -114,10 +121,11 @@ def signature(build: Build) -> dict[str, Any]:
         bias=when("bias", bias),
     )
     masked = bool(f - {"alibi", "softcap", "sinks", "dropout"})
-    block = [1, 1, config.block_n, build.dim]
+    tall = config.block_n if build.kernel == "forward" else config.block_m
+    block = [1, 1, tall, build.dim]
     if build.kernel in ("decode", "merge", "keep_range"):
         return cache_signature(build)
-    described = f"tensordesc<{dtype}{block}>".replace(" ", "") if config.tma else None
+    described = (f"tensordesc<{dtype}{block}>".replace(" ", ""),) * 2 if config.tma else None
     constants = {
         "D": build.dim,
         "DV": build.dim,
@@ -126,7 +134,6 @@ def signature(build: Build) -> dict[str, Any]:
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "FOLD": not f & {"softcap", "alibi", "bias"},
-        "MASKED": masked,
         "MOST": 64 if "packed" in f else 1,
         "HOW": "ieee",
         "SUM_Q": "alibi" in f,
@@ -135,7 +142,7 @@ def signature(build: Build) -> dict[str, Any]:
     part = parts.Dense("*fp32:16", step, step, "i32", ("constant", 1))
     return {
         "q": array, "k": array, "v": array, "out": array, "dout": array, "lse": rows,
-        "k_desc": described, "v_desc": described, "sinks": when("sinks", "*fp32:16"), "mask": mask,
+        "desc": described, "sinks": when("sinks", "*fp32:16"), "mask": mask,
         "how": how, "dropout": when("dropout", parts.Dropout("*i64:16", "i32", "fp32")),
         "sizes": parts.Sizes("i32", "i32", "i32", "i32", "i32"), "delta": rows, "pivot": rows,
         "low": rows if "bias" in f or build.kernel == "dbias" else None, "dlse": rows, "part": part,
@@ -160,7 +167,7 @@ def cache_signature(build: Build) -> dict[str, Any]:
     eight = "*u8:16" if "blocks" in f else "*i8:16" if "segments" in f else None
     cache = decoding.Cache(
         eight or f"*{build.dtype}:16", "i32:16", "i32:16", "i32:16",
-        "*fp32:16" if eight else None, "i32", "i32:16",
+        "*fp32:16" if eight else None, "i32", "i32:16", "i32",
     )  # fmt: skip
     step = decoding.Step(
         lengths="*i32:16", starts=when("lengths", "*i32:16"), table=when("packed", "*i32:16"),
@@ -171,7 +178,8 @@ def cache_signature(build: Build) -> dict[str, Any]:
     )  # fmt: skip
     constants = {
         "D": build.dim, "DV": build.dim, "BLOCK_D": build.dim, "BLOCK_DV": build.dim, "BLOCK_M": 16,
-        "BLOCK_N": launch.decode_block(build.dim, NAMES[build.dtype]), "PAGE": 64, "HOW": "ieee",
+        "BLOCK_N": launch.decode_block(build.dim, NAMES[build.dtype]), "PAGE": 64, "PAGES": 8,
+        "HOW": "ieee",
         "SIZE": 1024 if build.kernel == "keep_range" else decoding.CHUNK, "FP8": "blocks" in f,
         "MANY": "bool" in f,
     }  # fmt: skip
@@ -193,7 +201,13 @@ def compile_kernel(build: Build) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    homes = {"forward": forward, "decode": decoding, "merge": decoding, "keep_range": parts}
+    homes = {
+        "forward": forward,
+        "forward_again": forward,
+        "decode": decoding,
+        "merge": decoding,
+        "keep_range": parts,
+    }
     module = homes.get(build.kernel, backward)
     kernel = getattr(module, f"{build.kernel}_kernel")
     wanted = signature(build)
@@ -209,7 +223,8 @@ def compile_kernel(build: Build) -> Any:
             constants[path] = None
             return "constexpr"
         if isinstance(value, tuple):
-            return type(value)(*(settle((*path, n), part) for n, part in enumerate(value)))
+            parts_of = [settle((*path, n), part) for n, part in enumerate(value)]
+            return type(value)(*parts_of) if hasattr(value, "_fields") else tuple(parts_of)
         name, _, divisor = value.partition(":")
         if divisor:
             hints[path] = [["tt.divisibility", int(divisor)]]
@@ -222,12 +237,24 @@ def compile_kernel(build: Build) -> Any:
     options = {"num_warps": config.warps, "num_stages": config.stages}
     amd = build.arch == 942
     target = GPUTarget("hip", "gfx942", 64) if amd else GPUTarget("cuda", build.arch, 32)
+    if build.kernel == "decode":
+        options |= {"debug": True, "sanitize_overflow": False}
     return triton.compile(source, target=target, options=options)
+
+
+def compile_and_listen(build: Build) -> tuple[Any, str]:
+    """`compile_kernel`, afresh, and what ptxas says meanwhile."""
+    from triton import knobs
+
+    log = io.StringIO()
+    with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(log):
+        knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
+        return compile_kernel(build), log.getvalue()
 
 
 def measure(build: Build) -> dict[str, float]:
     """Registers, spills, blocks and bounds of one build."""
-    compiled = compile_kernel(build)
+    compiled, said = compile_and_listen(build)
     if build.arch == 942:
         text = compiled.asm["amdgcn"]
         found = {key: re.search(rf"\.{key}:\s+(\d+)", text) for key in
@@ -246,12 +273,13 @@ def measure(build: Build) -> dict[str, float]:
         "shared": report.shared,
         "blocks": report.blocks,
         "spills": report.spills,
+        "serialised": said.count("wgmma.mma_async instructions are serialized"),
     }
     if report.loops:
         hot = report.hot
         numbers |= {
             "hot spills": hot.spills,
-            "hgmma": sum(n for name, n in hot.counts.items() if name == "mma"),
+            "hgmma": hot.counts["hgmma"],
             "overlapped": round(hot.overlapped),
             "resident": round(hot.resident),
             "serial": round(hot.serial),
@@ -269,9 +297,21 @@ def attempt(build: Build) -> dict[str, Any]:
         return {"failed": f"{type(error).__name__}: {error}"[:300]}
 
 
-def excess(found: dict[str, Any], budget: dict[str, Any]) -> list[str]:
-    """What is worse than its budget, a sentence each; 2% of room for another version of ptxas."""
+def excess(build: Build, found: dict[str, Any], budget: dict[str, Any] | None) -> list[str]:
+    """What is worse than its budget, a sentence each; 2% of room for another version of ptxas.
+
+    Whatever the budget, and without one (None), it has to compile, and to fit a multiprocessor as
+    often as the launch table promises.
+    """
+    budget = found if budget is None else budget
     wrong = [found["failed"]] if "failed" in found else []
+    promised = build.chosen().resident if build.kernel in FLOP else 1
+    if found.get("blocks", promised) < promised:
+        wrong.append(f"{found['blocks']} blocks, {promised} promised by the launch table")
+    if found.get("serialised", 0) > budget.get("serialised", 0):
+        wrong.append("ptxas serialises its matrix products")
+    if budget.get("hgmma", 0) and not found.get("hgmma", 0):
+        wrong.append("there is no HGMMA in its hottest loop")
     wrong += [
         f"{name}: {found[name]}, {budget.get(name, 0)} allowed"
         for name in ("registers", "spills", "hot spills")
@@ -285,20 +325,44 @@ def excess(found: dict[str, Any], budget: dict[str, Any]) -> list[str]:
     return wrong
 
 
-def matrix() -> Iterator[Build]:
-    """Each kernel for each architecture, and each feature with them in turn: what CI compiles.
+def matrix() -> list[Build]:
+    """What CI compiles: MAIN, each kernel for each target and head dim, and each pair of features.
 
     In 16 bits: float32 without the tensor cores compiles for minutes (it is part of --full).
     """
-    for kernel, arch in itertools.product(FLOP, ARCHS):
-        yield Build(kernel, arch, 128, "fp16")
-    for n, feature in enumerate(FEATURES):
-        kernel, arch = tuple(FLOP)[n % len(FLOP)], ARCHS[n % len(ARCHS)]
-        if (kernel, feature) == ("forward", "right") and arch == 90:
-            continue  # in MAIN
-        yield Build(kernel, arch, 64, "bf16", (feature,))
-    for n, kernel in enumerate(OTHERS):
-        yield Build(kernel, ARCHS[n % len(ARCHS)], 64, "bf16", ("right",))
+    builds = list(MAIN)
+    for n, (kernel, arch, dim) in enumerate(itertools.product(FLOP, ARCHS, (64, 128))):
+        features = ((), ("right",))[n % 3 > 0]
+        builds.append(Build(kernel, arch, dim, ("bf16", "fp16")[n % 2], features))
+    builds += [Build(kernel, arch, 256, "bf16") for kernel in FLOP for arch in (80, 90, 942)]
+    axes: dict[str, Any] = {
+        "kernel": (*FLOP, "dbias", "rows"),
+        "arch": ARCHS,
+        "dim": (64, 128),
+        "dtype": ("bf16", "fp16"),
+        "band": ((), ("right",), ("right", "left")),
+        "hide": ((), ("lengths",), ("keep",), ("segments",), ("blocks",), ("packed",)),
+        "dense": ((), ("bool",), ("bias",)),
+        "score": ((), ("alibi",), ("softcap",)),
+        "sinks": ((), ("sinks",)),
+        "dropout": ((), ("dropout",)),
+    }
+    for row in testing.pairwise(axes):
+        kernel, arch, dim, dtype, *chosen = (row[name] for name in axes)
+        features = tuple(itertools.chain(*chosen))
+        if kernel == "dbias":
+            features = (*(f for f in features if f not in ("bool", "bias")), "bias")
+        if "packed" in features and set(features) & {"bool", "bias"}:  # are not served together
+            features = tuple(f for f in features if f != "packed")
+        builds.append(Build(kernel, arch, dim, dtype, features))
+    builds += [Build(kernel, 90, 128, "bf16", (f,)) for kernel in FLOP for f in FEATURES]
+    stored = ((), ("segments",), ("blocks",))  # of a cache: as it is, int8, float8
+    for n, arch in enumerate(ARCHS):
+        rest = ("forward_again", "dkdv_again", "dq_again", "merge", "keep_range")
+        builds += [Build(kernel, arch, 64, "bf16", ("right",)) for kernel in rest]
+        builds.append(Build("decode", arch, 128, "bf16", ("right", "packed", *stored[n % 3])))
+        builds.append(Build("decode", arch, 64, "fp16", ("left", "bool", *stored[(n + 1) % 3])))
+    return list({str(b): b for b in builds}.values())
 
 
 MAIN = [
@@ -352,29 +416,33 @@ def main() -> int:
     parser.add_argument("--budgets", action="store_true")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--full", action="store_true")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     options = parser.parse_args()
     if options.budgets or options.full or options.check:
-        builds = [*MAIN, *matrix()]
+        builds = matrix()
         if options.full:
             some = itertools.product(
                 FLOP, ARCHS, (64, 128, 256), NAMES, itertools.combinations(FEATURES, 2)
             )
             builds += [Build(*row) for row in some if set(row[4]) != {"packed", "bias"}]
         found = {}
-        for build in builds:
-            start = time.perf_counter()
-            found[str(build)] = attempt(build)
-            print(f"{time.perf_counter() - start:5.1f} s  {build}  {found[str(build)]}", flush=True)
+        with ProcessPoolExecutor(options.jobs) as pool:
+            for build, numbers in zip(builds, pool.map(attempt, builds), strict=True):
+                found[str(build)] = numbers
+                print(f"{build}  {numbers}", flush=True)
         if options.budgets:
             path = RESULTS / "machine_code.json"
             path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
         failed = [name for name, numbers in found.items() if "failed" in numbers]
         if options.check:
             budgets = json.loads((RESULTS / "machine_code.json").read_text())
-            for name, numbers in found.items():
-                wrong = excess(numbers, budgets.get(name, {"registers": 0}))
+            for build in builds:
+                name = str(build)
+                wrong = excess(build, found[name], budgets.get(name))
                 failed += [f"{name}: {'; '.join(wrong)}"] if wrong else []
-        print(f"{len(builds)} compiled, {len(failed)} wrong", *failed, sep="\n")
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        print(f"{len(builds)} compiled in {used.ru_utime + used.ru_stime:.0f} s of CPU time")
+        print(f"{len(failed)} wrong", *failed, sep="\n")
         return int(bool(failed))
     rows = table(MAIN)
     if options.write:

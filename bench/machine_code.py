@@ -238,6 +238,7 @@ def count(body: list[Instruction]) -> Counter:
         if _MMA.match(s.name):
             flop, operands = _matrix_work(s)
             c["mma"] += 1
+            c["hgmma"] += s.name.startswith("HGMMA")
             c["flop"] += flop
             c["operand bytes"] += operands
             c["eight bit"] += s.name[0] in "QI"

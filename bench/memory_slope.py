@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from attnkit.benchmark import Case, MemoryMeter, loglog_slope
+from attnkit.benchmark import Case, MemoryMeter, Task, loglog_slope
 
 MOST_SLOPE, MOST_RATIO = 1.1, 6.0
 
@@ -34,7 +34,7 @@ def main() -> int:
                     uses = []
                     for length in options.lengths:
                         case = Case(1, 8, length, 64, dtype=dtype, mask=mask)
-                        uses.append(meter.measure(name, "step", case))
+                        uses.append(meter.measure(name, Task("step", "step", case)))
                         print(
                             f"{name} {case.label}: {uses[-1].extra / 2**20:.1f} MiB, "
                             f"{uses[-1].ratio:.2f} x q, k, v, out ({uses[-1].method})",

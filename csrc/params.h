@@ -90,6 +90,9 @@ struct AppendParams {
   const void* sin = nullptr;
   int64_t rotary_dim = 0;
   bool interleaved = false;
+  // Queries that are rotated along with them: query t as one at position lengths[b] + t * q_step.
+  int64_t q_heads = 0, q_rows = 0, q_step = 0;
+  Array q, q_rotated;  // [sequence, head, row, column]
 };
 
 // How the kernels reach the thread pool: run(body, ctx, workers) calls body(ctx, w) for every w.

@@ -20,6 +20,7 @@ STABLE_TORCH_LIBRARY(attnkit, m) {
   m.def("cpu_decode(Tensor q, Tensor k, Tensor v, " ATTNKIT_ARGUMENTS ", " ATTNKIT_CACHE_ARGUMENTS
         ") -> (Tensor out, Tensor lse)");
   m.def("cpu_append(" ATTNKIT_APPEND_ARGUMENTS ") -> ()");
+  m.def("cpu_extend(" ATTNKIT_EXTEND_ARGUMENTS ") -> (Tensor out, Tensor lse)");
   m.def("cpu_probe_fma(int iterations) -> int");
   m.def("cpu_probe_read(Tensor data) -> float");
   m.def("cpu_instruction_sets() -> str");

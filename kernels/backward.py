@@ -21,12 +21,14 @@ from attnkit.kernels.parts import (
     INF,
     LOG2E,
     dot,
+    dot_rounded,
     dot_seen,
-    find_sequence,
+    find_tile,
     kept,
     key_span,
     live,
     load_tile,
+    narrow,
     query_span,
     score,
     sequence,
@@ -41,24 +43,6 @@ COARSE = tl.constexpr(4096.0)
 def _row(rows, seq, h):
     """Pointer to query 0 of the sequence in an array of one number per query."""
     return rows.ptr + (seq.entry.to(tl.int64) * rows.heads + h) * rows.rows + seq.q0
-
-
-@triton.jit
-def _find(mask, sizes, MOST: tl.constexpr, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr,
-          heads):  # fmt: skip
-    """(batch or packed entry, head, tile, whether there is such a tile) of this program."""
-    tile = tl.program_id(0) % sizes.tiles
-    head = tl.program_id(0) // sizes.tiles
-    h = head % heads
-    entry = head // heads
-    real = tile >= 0
-    if mask.cu_q is not None:
-        cu = mask.cu_k if OF_KEYS else mask.cu_q
-        entry, tile = find_sequence(cu, mask.sequences, tile, BLOCK, MOST)
-        real = entry < mask.sequences
-    elif mask.right is not None and not OF_KEYS:
-        tile = sizes.tiles - 1 - tile  # the longest rows first
-    return entry, h, tile, real
 
 
 # ------------------------------------------------------------- once per query
@@ -102,7 +86,7 @@ def rows_kernel(q, k, out, dout, lse, dlse, delta, pivot, low, sinks, mask, how,
 
     All float32 [B, Hq, Lq]; one program per BLOCK_M queries of a head.
     """
-    entry, h, tile, real = _find(mask, sizes, MOST, BLOCK_M, False, sizes.q_heads)
+    entry, h, tile, real = find_tile(mask, sizes, MOST, BLOCK_M, False, sizes.q_heads)
     if real:
         seq = sequence(mask, sizes, entry)
         m0 = tile * BLOCK_M
@@ -190,10 +174,13 @@ def _dkdv_weigh(k_tile, v_tile, q_tile, do, delta, pivot, low, mask, how, dropou
 
 
 @triton.jit
-def _load_queries(q, dout, q_head, d_head, seq, m0, D: tl.constexpr, DV: tl.constexpr,
-                  BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-                  EDGE: tl.constexpr):  # fmt: skip
+def _load_queries(q, dout, desc, q_head, d_head, seq, h, m0, D: tl.constexpr,
+                  DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                  BLOCK_M: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
     """q and dout of queries m0 to m0 + BLOCK_M."""
+    if desc is not None:
+        q_tile = desc[0].load([seq.entry, h, m0, 0]).reshape(BLOCK_M, BLOCK_D)
+        return q_tile, desc[1].load([seq.entry, h, m0, 0]).reshape(BLOCK_M, BLOCK_DV)
     rows = tl.arange(0, BLOCK_M)
     left = seq.nq - m0
     q_tile = load_tile(q, seq.q0 + m0, left, q_head, rows, tl.arange(0, BLOCK_D), D, EDGE,
@@ -204,32 +191,32 @@ def _load_queries(q, dout, q_head, d_head, seq, m0, D: tl.constexpr, DV: tl.cons
 
 
 @triton.jit
-def _dkdv_step(dk, dv, k_tile, v_tile, q, dout, q_head, d_head, delta, pivot, low, mask, how,
-               dropout, seq, h, m0, n0, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-               BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-               WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, EDGE: tl.constexpr,
-               FOLD: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
+def _dkdv_step(dk, dv, k_tile, v_tile, q, dout, desc, q_head, d_head, delta, pivot, low,
+               mask, how, dropout, seq, h, m0, n0, D: tl.constexpr, DV: tl.constexpr,
+               BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+               BLOCK_N: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
+               EDGE: tl.constexpr, FOLD: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
     """Queries m0 to m0 + BLOCK_M of one head."""
     q_tile, do = _load_queries(
-        q, dout, q_head, d_head, seq, m0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, EDGE
+        q, dout, desc, q_head, d_head, seq, h, m0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, EDGE
     )
     weight, ds, _seen = _dkdv_weigh(
         k_tile, v_tile, q_tile, do, delta, pivot, low, mask, how, dropout, seq, h, m0, n0, BLOCK_M,
         BLOCK_N, WANT_DK, EDGE, FOLD, HOW,
     )  # fmt: skip
     if WANT_DV:
-        dv = dot(weight.to(do.dtype), do, dv, HOW)
+        dv = dot_rounded(weight, do, dv, BLOCK_DV, HOW)
     if WANT_DK:
-        dk = dot(ds.to(q_tile.dtype), q_tile, dk, HOW)
+        dk = dot_rounded(ds, q_tile, dk, BLOCK_D, HOW)
     return dk, dv
 
 
 @triton.jit
-def _dkdv_pass(dk, dv, lo, hi, k_tile, v_tile, q, dout, q_head, d_head, delta, pivot, low, mask,
-               how, dropout, seq, h, n0, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-               BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-               WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, EDGE: tl.constexpr,
-               FOLD: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
+def _dkdv_pass(dk, dv, lo, hi, k_tile, v_tile, q, dout, desc, q_head, d_head, delta,
+               pivot, low, mask, how, dropout, seq, h, n0, D: tl.constexpr, DV: tl.constexpr,
+               BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+               BLOCK_N: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
+               EDGE: tl.constexpr, FOLD: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
     """All queries from lo to hi."""
     for m0 in tl.range(lo, hi, BLOCK_M):
         m0 = tl.multiple_of(m0, BLOCK_M)
@@ -238,13 +225,13 @@ def _dkdv_pass(dk, dv, lo, hi, k_tile, v_tile, q, dout, q_head, d_head, delta, p
         ):
             if live(mask, seq, h, m0, n0, BLOCK_M, BLOCK_N):
                 dk, dv = _dkdv_step(
-                    dk, dv, k_tile, v_tile, q, dout, q_head, d_head, delta, pivot, low, mask, how,
-                    dropout, seq, h, m0, n0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, WANT_DK,
-                    WANT_DV, EDGE, FOLD, HOW,
+                    dk, dv, k_tile, v_tile, q, dout, desc, q_head, d_head, delta, pivot, low, mask,
+                    how, dropout, seq, h, m0, n0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+                    WANT_DK, WANT_DV, EDGE, FOLD, HOW,
                 )  # fmt: skip
         else:
             dk, dv = _dkdv_step(
-                dk, dv, k_tile, v_tile, q, dout, q_head, d_head, delta, pivot, low, mask, how,
+                dk, dv, k_tile, v_tile, q, dout, desc, q_head, d_head, delta, pivot, low, mask, how,
                 dropout, seq, h, m0, n0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, WANT_DK,
                 WANT_DV, EDGE, FOLD, HOW,
             )  # fmt: skip
@@ -268,39 +255,40 @@ def _load_keys(k, v, seq, kv, n0, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl
 
 @triton.jit
 def _store_tile(tile, array, seq_row, limit, entry, head, c, DIM: tl.constexpr, BLOCK: tl.constexpr,
-                ROWS: tl.constexpr):  # fmt: skip
+                ROWS: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
     rows = tl.arange(0, ROWS)
     columns = c + tl.arange(0, BLOCK)
     base = array.ptr + entry.to(tl.int64) * array.batch + head.to(tl.int64) * array.head
     at = base + (seq_row + rows).to(tl.int64)[:, None] * array.row + columns[None, :]
     there = (rows[:, None] < limit) & (columns[None, :] < DIM)
-    tl.store(at, tile.to(array.ptr.dtype.element_ty), mask=there)
+    tl.store(at, narrow(tile, array.ptr.dtype.element_ty, HOW), mask=there)
 
 
 @triton.jit
 def _store_dkdv(dk, dv, dk_out, dv_out, how, dropout, seq, rows_left, kv, n0, c, D: tl.constexpr,
                 DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                BLOCK_N: tl.constexpr):  # fmt: skip
+                BLOCK_N: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
     if dk_out is not None:
         _store_tile(dk * how.scale, dk_out, seq.k0 + n0, rows_left, seq.entry, kv, c, D,
-                    BLOCK_D, BLOCK_N)  # fmt: skip
+                    BLOCK_D, BLOCK_N, HOW)  # fmt: skip
     if dv_out is not None:
         if dropout is not None:
             dv = dv * dropout.grow
         _store_tile(dv, dv_out, seq.k0 + n0, rows_left, seq.entry, kv, c, DV, BLOCK_DV,
-                    BLOCK_N)  # fmt: skip
+                    BLOCK_N, HOW)  # fmt: skip
 
 
 @triton.jit
-def dkdv_kernel(q, k, v, dout, delta, pivot, low, spoilt, dk_out, dv_out, mask, how, dropout,
+def dkdv_kernel(q, k, v, dout, desc, delta, pivot, low, spoilt, dk_out, dv_out, mask, how, dropout,
                 sizes, kv_heads, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
                 BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                 FOLD: tl.constexpr, MOST: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
     """dk and dv, each None where not wanted.  One program per BLOCK_N keys of a head of keys.
 
+    desc: TMA descriptors of q and dout, or None.
     spoilt: int32, one per program: whether it ended with NaN or infinity; None: nobody asks.
     """
-    entry, kv, tile, real = _find(mask, sizes, MOST, BLOCK_N, True, kv_heads)
+    entry, kv, tile, real = find_tile(mask, sizes, MOST, BLOCK_N, True, kv_heads)
     if real:
         seq = sequence(mask, sizes, entry)
         n0 = tile * BLOCK_N
@@ -317,25 +305,25 @@ def dkdv_kernel(q, k, v, dout, delta, pivot, low, spoilt, dk_out, dv_out, mask, 
             h = kv * sizes.group + g
             q_head = q.ptr + seq.entry.to(tl.int64) * q.batch + h.to(tl.int64) * q.head
             d_head = dout.ptr + seq.entry.to(tl.int64) * dout.batch + h.to(tl.int64) * dout.head
-            # the loop without masks first: Triton 3.6 serialises its products otherwise
+            # the loop without masks first, as in `dq_kernel`
             dk, dv = _dkdv_pass(
-                dk, dv, full_lo, full_hi, k_tile, v_tile, q, dout, q_head, d_head, delta, pivot,
-                low, mask, how, dropout, seq, h, n0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
-                want_dk, want_dv, False, FOLD, HOW,
+                dk, dv, full_lo, full_hi, k_tile, v_tile, q, dout, desc, q_head, d_head, delta,
+                pivot, low, mask, how, dropout, seq, h, n0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
+                BLOCK_N, want_dk, want_dv, False, FOLD, HOW,
             )  # fmt: skip
             if mask.right is not None:
                 dk, dv = _dkdv_pass(
-                    dk, dv, lo, full_lo, k_tile, v_tile, q, dout, q_head, d_head, delta, pivot, low,
-                    mask, how, dropout, seq, h, n0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
-                    want_dk, want_dv, True, FOLD, HOW,
+                    dk, dv, lo, full_lo, k_tile, v_tile, q, dout, desc, q_head, d_head, delta,
+                    pivot, low, mask, how, dropout, seq, h, n0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
+                    BLOCK_N, want_dk, want_dv, True, FOLD, HOW,
                 )  # fmt: skip
             dk, dv = _dkdv_pass(
-                dk, dv, full_hi, hi, k_tile, v_tile, q, dout, q_head, d_head, delta, pivot, low,
-                mask, how, dropout, seq, h, n0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, want_dk,
-                want_dv, True, FOLD, HOW,
+                dk, dv, full_hi, hi, k_tile, v_tile, q, dout, desc, q_head, d_head, delta, pivot,
+                low, mask, how, dropout, seq, h, n0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+                want_dk, want_dv, True, FOLD, HOW,
             )  # fmt: skip
         _store_dkdv(dk, dv, dk_out, dv_out, how, dropout, seq, rows_left, kv, n0, 0, D, DV, BLOCK_D,
-                    BLOCK_DV, BLOCK_N)  # fmt: skip
+                    BLOCK_DV, BLOCK_N, HOW)  # fmt: skip
         if spoilt is not None:
             wrong = tl.max(tl.where(tl.abs(dk) < INF, 0, 1), 1)
             wrong = wrong | tl.max(tl.where(tl.abs(dv) < INF, 0, 1), 1)
@@ -350,7 +338,7 @@ def dkdv_again_kernel(q, k, v, dout, delta, pivot, low, spoilt, dk_out, dv_out, 
     """dk and dv of the tiles that are marked, with `dot_seen`, a few columns at a time."""
     widest: tl.constexpr = BLOCK_D if BLOCK_D > BLOCK_DV else BLOCK_DV
     width: tl.constexpr = 32 if widest > 32 else widest
-    entry, kv, tile, real = _find(mask, sizes, MOST, BLOCK_N, True, kv_heads)
+    entry, kv, tile, real = find_tile(mask, sizes, MOST, BLOCK_N, True, kv_heads)
     if real & (tl.load(spoilt + tl.program_id(0), mask=real, other=0) != 0):
         seq = sequence(mask, sizes, entry)
         n0 = tile * BLOCK_N
@@ -372,8 +360,8 @@ def dkdv_again_kernel(q, k, v, dout, delta, pivot, low, spoilt, dk_out, dv_out, 
                     end = tl.where(part == 0, full_hi, tl.where(part == 1, full_lo, hi))
                     for m0 in tl.range(start, end, BLOCK_M, num_stages=1):
                         if live(mask, seq, h, m0, n0, BLOCK_M, BLOCK_N):
-                            q_tile, do = _load_queries(q, dout, q_head, d_head, seq, m0, D, DV,
-                                                       BLOCK_D, BLOCK_DV, BLOCK_M,
+                            q_tile, do = _load_queries(q, dout, None, q_head, d_head, seq, h, m0,
+                                                       D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
                                                        True)  # fmt: skip
                             weight, ds, seen = _dkdv_weigh(
                                 k_tile, v_tile, q_tile, do, delta, pivot, low, mask, how, dropout,
@@ -385,13 +373,13 @@ def dkdv_again_kernel(q, k, v, dout, delta, pivot, low, spoilt, dk_out, dv_out, 
                             if dv_out is not None:
                                 do_part = load_tile(dout, seq.q0 + m0, left, d_head, rows, columns,
                                                     DV, True, True)  # fmt: skip
-                                dv = dot_seen(weight.to(do_part.dtype), do_part, dv, seen, HOW)
+                                dv = dot_seen(weight, do_part, dv, seen, BLOCK_DV, HOW)
                             if dk_out is not None:
                                 q_part = load_tile(q, seq.q0 + m0, left, q_head, rows, columns, D,
                                                    True, True)  # fmt: skip
-                                dk = dot_seen(ds.to(q_part.dtype), q_part, dk, seen, HOW)
+                                dk = dot_seen(ds, q_part, dk, seen, BLOCK_D, HOW)
             _store_dkdv(dk, dv, dk_out, dv_out, how, dropout, seq, rows_left, kv, n0, c, D, DV,
-                        width, width, BLOCK_N)  # fmt: skip
+                        width, width, BLOCK_N, HOW)  # fmt: skip
 
 
 # ------------------------------------------------------------- queries and bias
@@ -440,7 +428,7 @@ def _dq_step(dq, q_tile, do, row_delta, row_pivot, row_low, k, v, k_head, v_head
         q_tile, do, k_tile, v_tile, row_delta, row_pivot, row_low, mask, how, dropout, seq, h, m0,
         n0, BLOCK_M, BLOCK_N, EDGE, FOLD, HOW,
     )  # fmt: skip
-    return dot(ds.to(k_tile.dtype), k_tile, dq, HOW)
+    return dot_rounded(ds, k_tile, dq, BLOCK_D, HOW)
 
 
 @triton.jit
@@ -486,7 +474,7 @@ def dq_kernel(q, k, v, dout, delta, pivot, low, spoilt, dq_out, mask, how, dropo
               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr,
               MOST: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
     """dq.  One program per BLOCK_M queries of a head; spoilt as in `dkdv_kernel`."""
-    entry, h, tile, real = _find(mask, sizes, MOST, BLOCK_M, False, sizes.q_heads)
+    entry, h, tile, real = find_tile(mask, sizes, MOST, BLOCK_M, False, sizes.q_heads)
     if real:
         seq = sequence(mask, sizes, entry)
         m0 = tile * BLOCK_M
@@ -504,6 +492,12 @@ def dq_kernel(q, k, v, dout, delta, pivot, low, spoilt, dq_out, mask, how, dropo
         row_delta, row_pivot, row_low = _load_all_rows(delta, pivot, low, seq, h, m0, BLOCK_M)
         lo, full_lo, full_hi, hi = key_span(mask, seq, m0, BLOCK_M, BLOCK_N)
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        # the loop without masks first: ptxas serialises the matrix products otherwise
+        dq = _dq_pass(
+            dq, full_lo, full_hi, q_tile, do, row_delta, row_pivot, row_low, k, v, k_head, v_head,
+            mask, how, dropout, seq, h, m0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False, FOLD,
+            HOW,
+        )  # fmt: skip
         if (mask.left is not None) or (mask.keep is not None):
             dq = _dq_pass(
                 dq, lo, full_lo, q_tile, do, row_delta, row_pivot, row_low, k, v, k_head, v_head,
@@ -511,16 +505,11 @@ def dq_kernel(q, k, v, dout, delta, pivot, low, spoilt, dq_out, mask, how, dropo
                 FOLD, HOW,
             )  # fmt: skip
         dq = _dq_pass(
-            dq, full_lo, full_hi, q_tile, do, row_delta, row_pivot, row_low, k, v, k_head, v_head,
-            mask, how, dropout, seq, h, m0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False, FOLD,
-            HOW,
-        )  # fmt: skip
-        dq = _dq_pass(
             dq, full_hi, hi, q_tile, do, row_delta, row_pivot, row_low, k, v, k_head, v_head, mask,
             how, dropout, seq, h, m0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, True, FOLD, HOW,
         )  # fmt: skip
         _store_tile(dq * how.scale, dq_out, seq.q0 + m0, left, seq.entry, h, 0, D, BLOCK_D,
-                    BLOCK_M)  # fmt: skip
+                    BLOCK_M, HOW)  # fmt: skip
         if spoilt is not None:
             wrong = tl.max(tl.where(tl.abs(dq) < INF, 0, 1), 1)
             tl.store(spoilt + tl.program_id(0), tl.max(wrong, 0))
@@ -533,7 +522,7 @@ def dq_again_kernel(q, k, v, dout, delta, pivot, low, spoilt, dq_out, mask, how,
                     FOLD: tl.constexpr, MOST: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
     """dq of the tiles that are marked, with `dot_seen`, a few columns at a time."""
     width: tl.constexpr = 32 if BLOCK_D > 32 else BLOCK_D
-    entry, h, tile, real = _find(mask, sizes, MOST, BLOCK_M, False, sizes.q_heads)
+    entry, h, tile, real = find_tile(mask, sizes, MOST, BLOCK_M, False, sizes.q_heads)
     if real & (tl.load(spoilt + tl.program_id(0), mask=real, other=0) != 0):
         seq = sequence(mask, sizes, entry)
         m0 = tile * BLOCK_M
@@ -542,24 +531,29 @@ def dq_again_kernel(q, k, v, dout, delta, pivot, low, spoilt, dq_out, mask, how,
         d_head = dout.ptr + seq.entry.to(tl.int64) * dout.batch + h.to(tl.int64) * dout.head
         k_head = k.ptr + seq.entry.to(tl.int64) * k.batch + kv.to(tl.int64) * k.head
         q_tile, do = _load_queries(
-            q, dout, q_head, d_head, seq, m0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, True
+            q, dout, None, q_head, d_head, seq, h, m0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, True
         )
         row_delta, row_pivot, row_low = _load_all_rows(delta, pivot, low, seq, h, m0, BLOCK_M)
-        lo, _full_lo, _full_hi, hi = key_span(mask, seq, m0, BLOCK_M, BLOCK_N)
+        lo, full_lo, full_hi, hi = key_span(mask, seq, m0, BLOCK_M, BLOCK_N)
         for c in range(0, BLOCK_D, width):
             dq = tl.zeros([BLOCK_M, width], tl.float32)
-            for n0 in tl.range(lo, hi, BLOCK_N, num_stages=1):
-                if live(mask, seq, h, m0, n0, BLOCK_M, BLOCK_N):
-                    k_tile, v_tile = _load_keys(k, v, seq, kv, n0, D, DV, BLOCK_D, BLOCK_DV,
-                                                BLOCK_N)  # fmt: skip
-                    _plain, ds, seen = _ds(q_tile, do, k_tile, v_tile, row_delta, row_pivot,
-                                           row_low, mask, how, dropout, seq, h, m0, n0, BLOCK_M,
-                                           BLOCK_N, True, FOLD, HOW)  # fmt: skip
-                    k_part = load_tile(k, seq.k0 + n0, seq.nk - n0, k_head, tl.arange(0, BLOCK_N),
-                                       c + tl.arange(0, width), D, True, True)  # fmt: skip
-                    dq = dot_seen(ds.to(k_part.dtype), k_part, dq, seen, HOW)
+            for part in range(3):  # in the order of `dq_kernel`, for the same bits
+                start = tl.where(part == 0, full_lo, tl.where(part == 1, lo, full_hi))
+                end = tl.where(part == 0, full_hi, tl.where(part == 1, full_lo, hi))
+                for n0 in tl.range(start, end, BLOCK_N, num_stages=1):
+                    if live(mask, seq, h, m0, n0, BLOCK_M, BLOCK_N):
+                        k_tile, v_tile = _load_keys(k, v, seq, kv, n0, D, DV, BLOCK_D, BLOCK_DV,
+                                                    BLOCK_N)  # fmt: skip
+                        _plain, ds, seen = _ds(q_tile, do, k_tile, v_tile, row_delta, row_pivot,
+                                               row_low, mask, how, dropout, seq, h, m0, n0, BLOCK_M,
+                                               BLOCK_N, True, FOLD, HOW)  # fmt: skip
+                        k_part = load_tile(
+                            k, seq.k0 + n0, seq.nk - n0, k_head, tl.arange(0, BLOCK_N),
+                            c + tl.arange(0, width), D, True, True,
+                        )  # fmt: skip
+                        dq = dot_seen(ds, k_part, dq, seen, BLOCK_D, HOW)
             _store_tile(dq * how.scale, dq_out, seq.q0 + m0, seq.nq - m0, seq.entry, h, c, D, width,
-                        BLOCK_M)  # fmt: skip
+                        BLOCK_M, HOW)  # fmt: skip
 
 
 @triton.jit
@@ -614,7 +608,7 @@ def dbias_kernel(q, k, v, dout, delta, pivot, low, part, mask, how, dropout, siz
     i = m0 + rows
     j = n0 + columns
     if SUM_Q and SUM_K:
-        at = base + (m0 // BLOCK_M) * part.row + (n0 // BLOCK_N) * part.column
+        at = base + (m0 // BLOCK_M).to(tl.int64) * part.row + (n0 // BLOCK_N) * part.column
         tl.store(at, tl.sum(tl.sum(total, 1), 0))
     elif SUM_Q:
         at = base + (m0 // BLOCK_M).to(tl.int64) * part.row + j * part.column

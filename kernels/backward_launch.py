@@ -33,12 +33,13 @@ def backward(dout, dlse, q, k, v, out, lse, args, spec, needs):
         for t in (dq, dk, dv):
             if t is not None:
                 t.zero_()
+    dout = host.laid_out(dout)
     delta, pivot, low = _rows(call, dout, dlse, out, lse)
     common = {
         "q": call.q,
         "k": call.k,
         "v": call.v,
-        "dout": host.array(host.laid_out(dout)),
+        "dout": host.array(dout),
         "delta": _wrapped(delta),
         "pivot": _wrapped(pivot),
         "low": None if low is None else _wrapped(low),
@@ -48,7 +49,7 @@ def backward(dout, dlse, q, k, v, out, lse, args, spec, needs):
         "FOLD": call.fold,
     }
     if dk is not None or dv is not None:
-        _dkdv(call, common, dk, dv)
+        _dkdv(call, common, dout, dk, dv)
     if dq is not None and dq.numel():
         _dq(call, common, dq)
     dbias = _dbias(call, common) if want_dbias else None
@@ -71,29 +72,31 @@ def _rows(call, dout, dlse, out, lse):
     tiles, grid = call.query_grid(config.block_m)
     rows_kernel[grid](
         q=call.q, k=call.k, out=host.array(host.laid_out(out)),
-        dout=host.array(host.laid_out(dout)), lse=_wrapped(lse.contiguous()),
+        dout=host.array(dout), lse=_wrapped(lse.contiguous()),
         dlse=None if dlse is None else _wrapped(dlse.contiguous()), delta=_wrapped(delta),
-        pivot=_wrapped(pivot), low=None if low is None else _wrapped(low), sinks=call.args.sinks,
+        pivot=_wrapped(pivot), low=None if low is None else _wrapped(low), sinks=call.sinks,
         mask=call.mask, how=call.score, sizes=call.sizes(tiles), FOLD=call.fold,
         **call.constants(config), **config.options(),
     )  # fmt: skip
     return delta, pivot, low
 
 
-def _dkdv(call, common, dk, dv) -> None:
+def _dkdv(call, common, dout, dk, dv) -> None:
     if not any(t is not None and t.numel() for t in (dk, dv)):
         return
-    config = call.config("dkdv")
+    queries = (call.tensors[0], dout)
+    config = call.config("dkdv", described=queries)
+    desc = call.descriptors(config, *queries, config.block_m)
     tiles, grid = call.key_grid(config.block_n)
     arguments = common | {
         "dk_out": None if dk is None else host.array(dk),
         "dv_out": None if dv is None else host.array(dv),
-        "spoilt": _spoilt(call, grid),
+        "spoilt": call.marks(grid),
         "sizes": call.sizes(tiles),
         "kv_heads": call.kv_heads,
         **call.constants(config),
     }
-    dkdv_kernel[grid](**arguments, **config.options())
+    dkdv_kernel[grid](**arguments, desc=desc, **config.options())
     if arguments["spoilt"] is not None:
         dkdv_again_kernel[grid](**arguments, num_warps=config.warps, num_stages=1)
 
@@ -103,18 +106,13 @@ def _dq(call, common, dq) -> None:
     tiles, grid = call.query_grid(config.block_m)
     arguments = common | {
         "dq_out": host.array(dq),
-        "spoilt": _spoilt(call, grid),
+        "spoilt": call.marks(grid),
         "sizes": call.sizes(tiles),
         **call.constants(config),
     }
     dq_kernel[grid](**arguments, **config.options())
     if arguments["spoilt"] is not None:
         dq_again_kernel[grid](**arguments, num_warps=config.warps, num_stages=1)
-
-
-def _spoilt(call, grid) -> torch.Tensor | None:
-    """A mark per program, where anything may be hidden that is not finite."""
-    return call.origin.new_empty(grid, dtype=torch.int32) if call.masked else None
 
 
 def _dbias(call, common) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from attnkit.kernels import host, launch
-from attnkit.kernels.parts import INF, LN2, LOG2E, dot, dot_seen, tanh
+from attnkit.kernels.parts import INF, LN2, LOG2E, dot, dot_rounded, dot_seen, narrow, tanh
 
 CHUNK = 256  # keys of one program: 128 programs for 8 heads of 4,096 keys, and 16 steps of 16
 
@@ -32,6 +32,7 @@ class Cache(NamedTuple):
     scale: tl.tensor  # float32 [row, head, slot], contiguous; None: not quantised
     heads: tl.tensor
     slots: tl.tensor
+    rows: tl.tensor
 
 
 class Step(NamedTuple):
@@ -128,23 +129,57 @@ def _keys(acc, total, top, q, k, v, step, b, kv, n0, first, hi, position, head, 
         p = tl.where(seen, p * (scales / tl.where(largest > 0.0, largest, 1.0))[None, :], 0.0)
         found = tl.zeros_like(acc)
         if CAREFUL:
-            found = dot_seen(p.to(q.dtype), v_tile, found, seen, HOW)
+            found = dot_seen(p, v_tile, found, seen, BLOCK_DV, HOW)
         else:
-            found = dot(p.to(q.dtype), v_tile, found, HOW)
+            found = dot_rounded(p, v_tile, found, BLOCK_DV, HOW)
         acc += found * largest
     elif CAREFUL:
-        acc = dot_seen(p.to(q.dtype), v_tile, acc, seen, HOW)
+        acc = dot_seen(p, v_tile, acc, seen, BLOCK_DV, HOW)
     else:
-        acc = dot(p.to(q.dtype), v_tile, acc, HOW)
+        acc = dot_rounded(p, v_tile, acc, BLOCK_DV, HOW)
     return acc, total, higher
+
+
+@triton.jit
+def _length(cache, step, b, PAGE: tl.constexpr):
+    """(keys of sequence b, whether it has room for so many); ends the kernel if it has not."""
+    length = tl.load(step.lengths + b)
+    room = cache.slots
+    if step.table is not None:
+        room = step.table_row * PAGE
+    fits = (length >= 0) & (length <= room)
+    tl.device_assert(fits, "lengths: a sequence is longer than its cache")
+    return length, fits
+
+
+@triton.jit
+def _rows_exist(cache, step, b, first, hi, PAGE: tl.constexpr, PAGES: tl.constexpr):
+    """Whether the cache has the rows of keys first to hi; ends the kernel if it has not.
+
+    PAGES: a power of two, no less than the pages that the keys of a chunk may lie in.
+    """
+    exist = b >= 0
+    if step.table is not None:
+        if step.starts is not None:
+            first = tl.maximum(first, tl.load(step.starts + b))
+        place = tl.maximum(first, 0) // PAGE + tl.arange(0, PAGES)
+        page = tl.load(step.table + b.to(tl.int64) * step.table_row + place,
+                       mask=(place * PAGE < hi) & (place < step.table_row), other=0)  # fmt: skip
+        exist = tl.min(((page >= 0) & (page < cache.rows)).to(tl.int32), 0) > 0
+        tl.device_assert(exist, "block_table: no such page")
+    elif step.index is not None:
+        row = tl.load(step.index + b)
+        exist = (row >= 0) & (row < cache.rows)
+        tl.device_assert(exist, "batch_index: no such row")
+    return exist
 
 
 @triton.jit
 def decode_kernel(q, q_batch, q_head, q_row, k, v, part, part_lse, step, heads, group, queries,
                   splits, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
                   BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                  SIZE: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, MANY: tl.constexpr,
-                  HOW: tl.constexpr):  # fmt: skip
+                  SIZE: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr, FP8: tl.constexpr,
+                  MANY: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
     """One chunk of SIZE keys for BLOCK_M of the queries * group rows of a head of keys.
 
     Grid: splits * row tiles * Hkv * B programs, splits innermost.  part: float32
@@ -157,7 +192,7 @@ def decode_kernel(q, q_batch, q_head, q_row, k, v, part, part_lse, step, heads, 
     rest = rest // tiles
     kv = rest % heads
     b = rest // heads
-    length = tl.load(step.lengths + b)
+    length, there = _length(k, step, b, PAGE)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     rows_there = row < queries * group
     query = row // group
@@ -174,6 +209,8 @@ def decode_kernel(q, q_batch, q_head, q_row, k, v, part, part_lse, step, heads, 
         # no row sees a key before it, whose slot or page may hold anything
         first = tl.maximum(lo, length - queries + tile * BLOCK_M // group - step.left)
         lo = first // BLOCK_N * BLOCK_N
+    there = there & _rows_exist(k, step, b, first, hi, PAGE, PAGES)
+    hi = tl.where(there, hi, lo)
     q_at = b.to(tl.int64) * q_batch + head.to(tl.int64) * q_head + query.to(tl.int64) * q_row
     columns = tl.arange(0, BLOCK_D)
     q_there = rows_there[:, None] & (columns[None, :] < D)
@@ -211,7 +248,7 @@ def decode_kernel(q, q_batch, q_head, q_row, k, v, part, part_lse, step, heads, 
 @triton.jit
 def merge_kernel(part, part_lse, sinks, lengths, out, out_batch, out_head, out_row, lse, heads,
                  queries, splits, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-                 SIZE: tl.constexpr):  # fmt: skip
+                 SIZE: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
     """out [B, Hq, Lq, DV] and lse [B, Hq, Lq] of one query, out of what the chunks hold."""
     row = tl.program_id(0).to(tl.int64)
     query = row % queries
@@ -225,7 +262,7 @@ def merge_kernel(part, part_lse, sinks, lengths, out, out_batch, out_head, out_r
     if sinks is not None:
         top = tl.load(sinks + head)
         total = tl.where(top == -INF, 0.0, 1.0)
-    used = tl.cdiv(tl.load(lengths + b), SIZE)
+    used = tl.minimum(tl.cdiv(tl.load(lengths + b), SIZE), splits)
     for split in range(used):
         at = row * splits + split
         x = tl.load(part_lse + at)
@@ -240,14 +277,14 @@ def merge_kernel(part, part_lse, sinks, lengths, out, out_batch, out_head, out_r
     divisor = tl.where(some, total, 1.0)
     tl.store(lse + row, tl.where(some, top + tl.math.log2(divisor) * LN2, -INF))
     to = out + b * out_batch + head * out_head + query * out_row
-    tl.store(to + columns, (acc / divisor).to(out.dtype.element_ty), mask=inside)
+    tl.store(to + columns, narrow(acc / divisor, out.dtype.element_ty, HOW), mask=inside)
 
 
 def _cache(t: torch.Tensor, scale: torch.Tensor | None) -> Cache:
     if t.dtype == torch.float8_e4m3fn:
         t = t.view(torch.uint8)
     scale = None if scale is None else scale.contiguous()
-    return Cache(t, *t.stride()[:3], scale, t.shape[1], t.shape[2])
+    return Cache(t, *t.stride()[:3], scale, t.shape[1], t.shape[2], t.shape[0])
 
 
 def decode(q, k, v, args, spec, cache):
@@ -270,7 +307,8 @@ def decode(q, k, v, args, spec, cache):
     block_d, block_dv = host.padded(d), host.padded(dv)
     block_n = launch.decode_block(max(block_d, block_dv), q.element_size())
     keep = None if args.keep is None else args.keep.contiguous().view(torch.uint8)
-    cap, alibi = spec.softcap, args.alibi
+    cap, alibi, sinks = spec.softcap, args.alibi, args.sinks
+    sinks = None if sinks is None else sinks.contiguous()
     step = Step(
         lengths=args.lengths.contiguous(),
         starts=None if cache.starts is None else cache.starts.contiguous(),
@@ -279,8 +317,8 @@ def decode(q, k, v, args, spec, cache):
         index=None if cache.batch_index is None else cache.batch_index.contiguous(),
         keep=keep,
         keep_row=None if keep is None else keep.shape[1],
-        left=None if spec.left is None else host.clamped(spec.left),
-        right=None if spec.right is None else host.clamped(spec.right),
+        left=host.clamped(spec.left, capacity + queries),
+        right=host.clamped(spec.right, capacity + queries),
         scale=float(spec.scale),
         softcap=float(cap) if cap > 0 else None,
         inverse_softcap=1.0 / cap if cap > 0 else None,
@@ -288,19 +326,21 @@ def decode(q, k, v, args, spec, cache):
         alibi_batch=None if alibi is None else (0 if alibi.shape[0] == 1 else alibi.shape[1]),
     )
     tiles = triton.cdiv(queries * group, block_m)
+    pages = triton.next_power_of_2(triton.cdiv(CHUNK, max(page, 1)) + 1)
     decode_kernel[(splits * tiles * heads * batch,)](
         q=q, q_batch=q.stride(0), q_head=q.stride(1), q_row=q.stride(2),
         k=_cache(k, cache.k_scale), v=_cache(v, cache.v_scale), part=part, part_lse=part_lse,
         step=step, heads=heads, group=group, queries=queries, splits=splits, D=d, DV=dv,
         BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_N=block_n, SIZE=CHUNK,
-        PAGE=max(page, 1), FP8=k.dtype == torch.float8_e4m3fn, MANY=queries > 1,
+        PAGE=max(page, 1), PAGES=pages, FP8=k.dtype == torch.float8_e4m3fn, MANY=queries > 1,
         HOW=host.precision(q.dtype), num_warps=4, num_stages=3,
+        debug=True, sanitize_overflow=False,  # of what `debug` adds, device_assert alone
     )  # fmt: skip
     merge_kernel[(batch * q_heads * queries,)](
-        part=part, part_lse=part_lse, sinks=args.sinks, lengths=step.lengths, out=out,
+        part=part, part_lse=part_lse, sinks=sinks, lengths=step.lengths, out=out,
         out_batch=out.stride(0), out_head=out.stride(1), out_row=out.stride(2), lse=lse,
         heads=q_heads, queries=queries, splits=splits, DV=dv, BLOCK_DV=block_dv, SIZE=CHUNK,
-        num_warps=1,
+        HOW=host.precision(q.dtype), num_warps=1,
     )  # fmt: skip
     return out, lse
 

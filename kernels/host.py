@@ -22,7 +22,7 @@ from attnkit.kernels.parts import (
 
 from attnkit.spec import AttentionSpec, TensorArgs
 
-_FAR = 1 << 30  # a band beyond every length
+_TOGETHER = 1024  # packed sequences that are searched at once
 _WIDEST_ROW = 1 << 23  # rows further apart are copied: a tile's offsets are 32-bit numbers
 
 
@@ -85,7 +85,7 @@ class Call:
         args: TensorArgs,
         spec: AttentionSpec,
     ) -> None:
-        self.tensors = [laid_out(t) for t in (q, k, v)]
+        self.tensors = tuple(laid_out(t) for t in (q, k, v))
         self.q, self.k, self.v = (array(t) for t in self.tensors)
         self.origin, self.args, self.spec = q, args, spec
         self.batch, self.q_heads, self.lq, self.d = q.shape
@@ -115,13 +115,15 @@ class Call:
         segments = a.q_segments is not None
         blocks = a.blocks
         if blocks is not None:
-            blocks = blocks.view(torch.uint8) if blocks.stride(3) == 1 else blocks.byte()
-        cu_q = a.cu_seqlens_q
+            blocks = (blocks if blocks.stride(3) == 1 else blocks.contiguous()).view(torch.uint8)
+        cu_q, cu_k = (
+            None if t is None else t.contiguous() for t in (a.cu_seqlens_q, a.cu_seqlens_k)
+        )
         return Mask(
-            left=None if spec.left is None else clamped(spec.left),
-            right=None if spec.right is None else clamped(spec.right),
+            left=clamped(spec.left, self.lq + self.lk),
+            right=clamped(spec.right, self.lq + self.lk),
             bottom_right=1 if spec.bottom_right else None,
-            lengths=a.lengths,
+            lengths=None if a.lengths is None else a.lengths.contiguous(),
             keep=keep,
             keep_row=None if keep is None else self.lk,
             keep_range=keep_range,
@@ -135,22 +137,28 @@ class Call:
             blocks_row=None if blocks is None else blocks.stride(2),
             dense=None if a.bias is None or self.float_bias else dense(a.bias),
             cu_q=cu_q,
-            cu_k=a.cu_seqlens_k,
+            cu_k=cu_k,
             sequences=None if cu_q is None else cu_q.shape[0] - 1,
         )
 
     @cached_property
     def score(self) -> Score:
         """What becomes of q . k."""
-        a, cap = self.args, self.spec.softcap
+        cap = self.spec.softcap
+        alibi = None if self.args.alibi is None else self.args.alibi.contiguous()
         return Score(
             scale=float(self.spec.scale),
             softcap=float(cap) if cap > 0 else None,
             inverse_softcap=1.0 / cap if cap > 0 else None,
-            alibi=None if a.alibi is None else a.alibi.contiguous(),
-            alibi_batch=None if a.alibi is None else _stride(a.alibi, 0),
-            bias=dense(a.bias) if self.float_bias else None,
+            alibi=alibi,
+            alibi_batch=None if alibi is None else _stride(alibi, 0),
+            bias=dense(self.args.bias) if self.float_bias else None,
         )
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """One more logit per head, side by side."""
+        return None if self.args.sinks is None else self.args.sinks.contiguous()
 
     @cached_property
     def dropout(self) -> Dropout | None:
@@ -166,34 +174,39 @@ class Call:
         group = self.q_heads // max(self.kv_heads, 1)
         return Sizes(self.q_heads, group, self.lq, self.lk, tiles)
 
-    def config(self, kernel: str, tma: bool = False) -> Config:
-        """The launch configuration; descriptors only where `tma` and the strides allow it."""
+    def config(self, kernel: str, described: tuple[torch.Tensor, ...] = ()) -> Config:
+        """The launch configuration; with TMA only where these tensors can be `described`."""
         width = self.tensors[0].element_size()
         family = device_family(self.origin.device)
         config = launch.choose(kernel, family, max(self.block_d, self.block_dv), width)
-        if config.tma and not (tma and self._describable()):
+        if config.tma and not (described and self._describable(described)):
             return config._replace(tma=False)
         return config
 
-    def _describable(self) -> bool:
-        if self.args.cu_seqlens_q is not None or min(self.d, self.dv, self.lk) < 16:
+    def _describable(self, tensors: tuple[torch.Tensor, ...]) -> bool:
+        if (
+            self.args.cu_seqlens_q is not None
+            or min(self.d, self.dv, *(t.shape[2] for t in tensors)) < 16
+        ):
             return False
-        for t in self.tensors[1:]:
+        for t in tensors:
             width = t.element_size()
             steps = [t.stride(n) * width for n in range(3)]
             if t.data_ptr() % 16 or any(s % 16 or s <= 0 for s in steps):
                 return False
         return True
 
-    def descriptors(self, config: Config) -> tuple[Any, Any]:
-        """TMA descriptors of k and v, or None."""
+    def descriptors(
+        self, config: Config, a: torch.Tensor, b: torch.Tensor, rows: int
+    ) -> tuple[Any, Any] | None:
+        """TMA descriptors of a [B, H, L, D] and b [B, H, L, Dv], `rows` at a time; or None."""
         if not config.tma:
-            return None, None
+            return None
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         found = []
-        for t, columns in zip(self.tensors[1:], (self.block_d, self.block_dv), strict=True):
-            block = [1, 1, config.block_n, columns]
+        for t, columns in ((a, self.block_d), (b, self.block_dv)):
+            block = [1, 1, rows, columns]
             found.append(TensorDescriptor(t, list(t.shape), list(t.stride()), block))
         return found[0], found[1]
 
@@ -214,7 +227,7 @@ class Call:
 
     def constants(self, config: Config) -> dict[str, Any]:
         """The constants that all kernels take."""
-        cu = self.args.cu_seqlens_q
+        sequences = 0 if self.args.cu_seqlens_q is None else self.args.cu_seqlens_q.shape[0]
         return {
             "D": self.d,
             "DV": self.dv,
@@ -222,9 +235,13 @@ class Call:
             "BLOCK_DV": self.block_dv,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
-            "MOST": 1 if cu is None else triton.next_power_of_2(max(cu.shape[0], 2)),
+            "MOST": min(triton.next_power_of_2(max(sequences, 2)), _TOGETHER),
             "HOW": precision(self.origin.dtype),
         }
+
+    def marks(self, grid: tuple[int, ...]) -> torch.Tensor | None:
+        """One per program, for what is not finite; None where nothing may be hidden."""
+        return self.origin.new_empty(grid, dtype=torch.int32) if self.masked else None
 
     def new_out(self, last: int) -> torch.Tensor:
         """An empty output in the layout of the query."""
@@ -235,9 +252,9 @@ class Call:
         return self.origin.new_empty(self.origin.shape[:3], dtype=torch.float32)
 
 
-def clamped(n: int) -> int:
-    """A limit of the band as a 32-bit number."""
-    return max(-_FAR, min(n, _FAR))
+def clamped(limit: int | None, far: int) -> int | None:
+    """A limit of the band, as a number that is not beyond what is out of sight anyway."""
+    return None if limit is None else max(-far, min(limit, far))
 
 
 def _stride(t: torch.Tensor, dim: int) -> int:

@@ -14,7 +14,9 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 INF = tl.constexpr(float("inf"))
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of the finite numbers in float32
 BLOCK = tl.constexpr(64)  # rows and columns of one flag of Mask.blocks
+NARROW = tl.constexpr(16)  # columns of a result whose products cost next to nothing
 
 
 class Array(NamedTuple):
@@ -157,16 +159,39 @@ def find_sequence(cu, sequences, tile, SIZE: tl.constexpr, MOST: tl.constexpr):
     """(sequence, tile in it) of the packed sequence that owns the tile with this number.
 
     Tiles have SIZE rows and belong to one sequence each; for numbers past the last tile the
-    sequence is at least `sequences`.  MOST: a power of two above the number of sequences.
+    sequence is at least `sequences`.  MOST, a power of two, are looked at together.
     """
-    n = tl.arange(0, MOST)
-    start = tl.load(cu + n, mask=n < sequences, other=0)
-    end = tl.load(cu + n + 1, mask=n < sequences, other=0)
-    tiles = tl.cdiv(tl.maximum(end - start, 0), SIZE)
-    past = tl.cumsum(tiles, 0)
-    found = tl.sum((past <= tile).to(tl.int32), 0)
-    before = tl.sum(tl.where(n < found, tiles, 0), 0)
+    found = tile * 0
+    before = tile * 0  # tiles of the sequences before that one
+    total = tile * 0  # tiles of all that were looked at
+    for first in tl.range(0, sequences, MOST, num_stages=1):
+        n = first + tl.arange(0, MOST)
+        start = tl.load(cu + n, mask=n < sequences, other=0)
+        end = tl.load(cu + n + 1, mask=n < sequences, other=0)
+        tiles = tl.cdiv(tl.maximum(end - start, 0), SIZE)
+        passed = total + tl.cumsum(tiles, 0) <= tile
+        found += tl.sum(passed.to(tl.int32), 0)
+        before += tl.sum(tl.where(passed, tiles, 0), 0)
+        total += tl.sum(tiles, 0)
     return found, tile - before
+
+
+@triton.jit
+def find_tile(mask, sizes, MOST: tl.constexpr, SIZE: tl.constexpr, OF_KEYS: tl.constexpr,
+              heads):  # fmt: skip
+    """(batch or packed entry, head, tile, whether there is such a tile) of this program."""
+    tile = tl.program_id(0) % sizes.tiles
+    head = tl.program_id(0) // sizes.tiles
+    h = head % heads
+    entry = head // heads
+    real = tile >= 0
+    if mask.cu_q is not None:
+        cu = mask.cu_k if OF_KEYS else mask.cu_q
+        entry, tile = find_sequence(cu, mask.sequences, tile, SIZE, MOST)
+        real = entry < mask.sequences
+    elif mask.right is not None and not OF_KEYS:
+        tile = sizes.tiles - 1 - tile  # the longest rows first
+    return entry, h, tile, real
 
 
 @triton.jit
@@ -276,8 +301,9 @@ def live(mask, seq, h, m0, n0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
         i = m0 // BLOCK + tl.arange(0, (BLOCK_M + BLOCK - 1) // BLOCK)[:, None]
         j = n0 // BLOCK + tl.arange(0, (BLOCK_N + BLOCK - 1) // BLOCK)[None, :]
         inside = (i * BLOCK < seq.nq) & (j * BLOCK < seq.nk)
-        flags = mask.blocks + seq.entry.to(tl.int64) * mask.blocks_batch + h * mask.blocks_head
-        flag = tl.load(flags + i * mask.blocks_row + j, mask=inside, other=0)
+        flags = mask.blocks + seq.entry.to(tl.int64) * mask.blocks_batch
+        flags += h.to(tl.int64) * mask.blocks_head
+        flag = tl.load(flags + i.to(tl.int64) * mask.blocks_row + j, mask=inside, other=0)
         some = some & (tl.max(tl.max(flag.to(tl.int32), 1), 0) > 0)
     return some
 
@@ -302,8 +328,9 @@ def visible(mask, bias, seq, h, i, j):
         b = tl.load(k_row + j, mask=columns, other=0)
         seen = seen & (a == b)
     if mask.blocks is not None:
-        flags = mask.blocks + seq.entry.to(tl.int64) * mask.blocks_batch + h * mask.blocks_head
-        flag = flags + (i // BLOCK) * mask.blocks_row + j // BLOCK
+        flags = mask.blocks + seq.entry.to(tl.int64) * mask.blocks_batch
+        flags += h.to(tl.int64) * mask.blocks_head
+        flag = flags + (i // BLOCK).to(tl.int64) * mask.blocks_row + j // BLOCK
         seen = seen & (tl.load(flag, mask=seen, other=0) != 0)
     if mask.dense is not None:
         seen = seen & (load_dense(mask.dense, seq, h, i, j, True) != 0)
@@ -388,14 +415,38 @@ def dot(a, b, acc, HOW: tl.constexpr):
 
 
 @triton.jit
-def dot_seen(a, b, acc, seen, HOW: tl.constexpr):
-    """acc + a @ b, where NaN and infinity in b [K, N] reach the rows that see them, and no other.
+def narrow(x, TO: tl.constexpr, HOW: tl.constexpr):
+    """The nearest numbers of a dtype to x in float32."""
+    if HOW == "upcast":  # the interpreter cuts bits off; it is given what has none to lose
+        bits = x.to(tl.int32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        x = tl.where(x == x, nearest.to(tl.float32, bitcast=True), x)
+    return x.to(TO)
+
+
+@triton.jit
+def dot_rounded(a, b, acc, WIDTH: tl.constexpr, HOW: tl.constexpr):
+    """acc + a @ b for weights a in float32, which are rounded to b's dtype.
+
+    WIDTH: columns of the whole result.  In a narrow one there is little that rounding could average
+    out over, and matrix units have time to spare: what it took off is multiplied as well.
+    """
+    near = narrow(a, b.dtype, HOW)
+    acc = dot(near, b, acc, HOW)
+    if WIDTH <= NARROW and b.dtype != tl.float32:
+        acc = dot(narrow(a - near.to(tl.float32), b.dtype, HOW), b, acc, HOW)
+    return acc
+
+
+@triton.jit
+def dot_seen(a, b, acc, seen, WIDTH: tl.constexpr, HOW: tl.constexpr):
+    """`dot_rounded` where NaN and infinity in b [K, N] reach the rows that see them, and no other.
 
     seen [M, K]: in plain arithmetic the weight 0 of what is hidden would make NaN of them.
     """
     wide = b.to(tl.float32)
     finite = tl.abs(wide) < INF
-    acc = dot(a, tl.where(finite, wide, 0.0).to(b.dtype), acc, HOW)
+    acc = dot_rounded(a, tl.where(finite, wide, 0.0).to(b.dtype), acc, WIDTH, HOW)
     zero = tl.zeros_like(acc)
     up = ((wide == INF) | (wide != wide)).to(tl.float16)
     down = ((wide == -INF) | (wide != wide)).to(tl.float16)

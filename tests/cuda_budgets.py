@@ -3,7 +3,7 @@
     python tests/cuda_budgets.py [--write] [--archs 80,90a,100] [--jobs N] [files ...]
     python tests/cuda_budgets.py [--write] --log build/cuda/build.log
 
-With --log it compiles nothing: it reads what ptxas said in a build of the extension.
+With --log it compiles nothing: it reads what ptxas said in builds of the extension, last word last.
 
 Per kernel: registers, bytes spilled, shared memory, blocks that a multiprocessor has room for (by
 NVIDIA's cuda_occupancy.h), and bytes on their way to it: for each of these blocks what it loads
@@ -11,8 +11,8 @@ while it uses a tile, which is another tile, or two of 8 bits.  Little's law ask
 latency of these; the bound is 1.2 times that, with 700 ns, of an A100 (2039 GB/s, 108 SMs) for
 sm_80, of an H100 (3350 GB/s, 132 SMs) and an H200 (4800 GB/s, 132 SMs) for the others.
 
-Exits with 1 where a kernel spills, has fewer bytes on their way, or is above its budget in
-tests/cuda_budgets.tsv, if it has one there; --write makes them from what was found.
+Exits with 1 where a kernel is missing, spills, has fewer bytes on their way, or is above its budget
+in tests/cuda_budgets.tsv, if it has one there; --write makes them from what was found.
 """
 
 from __future__ import annotations
@@ -123,6 +123,13 @@ def compile_all(
         return {key: result for found in done for key, result in found.items()}
 
 
+def absent(rows: list[Row], archs: list[str]) -> list[str]:
+    """Kernels that the sources have and `rows` have not."""
+    there = {row[:2] for row in rows}
+    names = [name.replace("attnkit::cuda::", "") for name in launches()[1]]
+    return [f"{name} sm_{arch}" for name in names for arch in archs if (name, arch) not in there]
+
+
 def measure(found: dict[tuple[str, str], Compiled]) -> list[Row]:
     program, known = launches()
     rows, questions = [], []
@@ -208,8 +215,13 @@ def main() -> int:
                 "; ".join(wrong) or ("ok" if row[:2] in budgets else "ok, without a budget"),
             )
         )
+    if not options.files and (missing := absent(rows, options.archs.split(","))):
+        print(f"not compiled: {', '.join(missing)}")
+        bad += len(missing)
     asked = ", ".join(f"{name} {needed(name):.0f}" for name in MACHINES)
-    print(f"{len(rows)} kernels, {bad} above budget; bytes asked for on their way: {asked}")
+    print(
+        f"{len(rows)} kernels, {bad} missing or above budget; bytes asked for on their way: {asked}"
+    )
     return 1 if bad else 0
 
 

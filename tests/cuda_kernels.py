@@ -260,3 +260,10 @@ def refused(kernels: Kernels, call: Callable[[], Any], text: str) -> None:
         pytest.skip("gpu: a device-side assertion ends the process's CUDA context")
     with pytest.raises(RuntimeError, match=text):
         call()
+
+
+def say(request: pytest.FixtureRequest, line: str) -> None:
+    """Show a line among pytest's own."""
+    plugins = request.config.pluginmanager
+    with plugins.getplugin("capturemanager").global_and_fixture_disabled():
+        plugins.getplugin("terminalreporter").write_line(f"\n{line}")

@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -467,32 +468,41 @@ MUTANTS = [
 
 
 class Planted:
-    """The kernels with (or without) a bug, in a folder of their own."""
+    """The kernels with a bug, or without any, in a folder of their own."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "csrc").mkdir(parents=True)
-        shutil.copy(ROOT / "csrc" / "params.h", folder / "csrc")
-        shutil.copytree(ROOT / "csrc" / "cuda", folder / "csrc" / "cuda")
+    def __init__(
+        self, folder: Path, mutant: Mutant | None = None, clean: Planted | None = None
+    ) -> None:
+        self.folder, self.clean = folder, clean
+        self.lock = threading.Lock()
+        shutil.copytree(ROOT / "csrc", folder / "csrc", ignore=shutil.ignore_patterns("cpu"))
         (folder / "csrc" / "cuda" / "few.cu").write_text(FEW)
+        self.file = None if mutant is None else folder / "csrc" / "cuda" / mutant.file
+        if self.file is not None and mutant is not None:
+            self.file.write_text(self.file.read_text().replace(mutant.old, mutant.new))
 
-    def library(self, variant: str, operators: bool = False) -> Path:
-        """The kernels are compiled, and the operators if asked for; the rest is the tests' own."""
-        base = build.Builder(variant)
-        shared = [base.folder / f"{name}.o" for name in build.RUNTIME]
-        if operators:
-            shared.append(
-                build.Builder("plain", self.folder, self.folder / "operators").operators()
-            )
-        else:
-            shared.append(build.Builder("plain").folder / "operators.o")
+    def object(self, variant: str, name: str) -> Path:
+        """Of one source; that of the clean kernels, if it does not include what has the bug."""
+        with self.lock:
+            if self.clean is not None and self.file is not None:
+                usual = self.clean.object(variant, name)
+                if self.file.name not in re.findall(r"[\w.]+", usual.with_suffix(".d").read_text()):
+                    return usual
+            builder = build.Builder(variant, self.folder, self.folder / variant)
+            flags = [*builder.kernel_flags(), ONE_DIM]
+            return builder.compile(self.folder / "csrc" / "cuda" / f"{name}.cu", flags)
+
+    def library(self, variant: str) -> Path:
+        """What is not compiled here is that of the tests' own build."""
+        base, plain = build.Builder(variant), build.Builder("plain")
+        objects = [self.object(variant, name) for name in SOURCES]
+        objects += [base.folder / f"{name}.o" for name in build.RUNTIME]
+        if self.file is not None and self.file.name == "operators.cpp":
+            plain = build.Builder("plain", self.folder, self.folder / "operators")
+            plain.operators()
         own = build.Builder(variant, self.folder, self.folder / variant)
-        jobs = [
-            (self.folder / "csrc" / "cuda" / f"{name}.cu", [*own.kernel_flags(), ONE_DIM], "")
-            for name in SOURCES
-        ]
-        objects = [own.compile(*job) for job in jobs]
-        return own.link(own.folder / "kernels.so", [*objects, *shared], own.library_flags())
+        objects.append(plain.folder / "operators.o")
+        return own.link(own.folder / "kernels.so", objects, own.library_flags())
 
 
 def run_tests(library: Path, variant: str, words: str) -> str:
@@ -536,14 +546,11 @@ def run_tests(library: Path, variant: str, words: str) -> str:
     return f"exit {done.returncode}"
 
 
-def caught(mutant: Mutant) -> tuple[bool, str]:
+def caught(mutant: Mutant, clean: Planted) -> tuple[bool, str]:
     with tempfile.TemporaryDirectory(prefix="attnkit-cuda-mutant-") as name:
-        planted = Planted(Path(name))
-        path = Path(name, "csrc", "cuda", mutant.file)
-        path.write_text(path.read_text().replace(mutant.old, mutant.new))
+        planted = Planted(Path(name), mutant, clean)
         for variant in sorted(build.SANITIZERS, key=lambda name: name != mutant.first):
-            library = planted.library(variant, mutant.file == "operators.cpp")
-            noticed = run_tests(library, variant, mutant.tests)
+            noticed = run_tests(planted.library(variant), variant, mutant.tests)
             if noticed:
                 return True, f"{variant}: {noticed}"
     return False, ""
@@ -579,17 +586,20 @@ def main() -> int:
     start = time.monotonic()
     for variant in build.SANITIZERS:
         build.Builder(variant).kernels()
-    if not options.trust:
-        with tempfile.TemporaryDirectory(prefix="attnkit-cuda-mutant-") as name:
-            clean = Planted(Path(name, "clean"))
-            for variant in build.SANITIZERS:
-                if noticed := run_tests(clean.library(variant), variant, ""):
-                    print(f"without any bug: {variant}: {noticed}")
-                    return 2
-        print(f"without any bug nothing is noticed ({time.monotonic() - start:.0f} s)", flush=True)
     survivors = 0
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for mutant, (found, how) in zip(chosen, pool.map(caught, chosen), strict=True):
+    with (
+        tempfile.TemporaryDirectory(prefix="attnkit-cuda-mutant-") as name,
+        ThreadPoolExecutor(options.jobs) as pool,
+    ):
+        clean = Planted(Path(name, "clean"))
+        for variant in () if options.trust else build.SANITIZERS:
+            if noticed := run_tests(clean.library(variant), variant, ""):
+                print(f"without any bug: {variant}: {noticed}")
+                return 2
+        if not options.trust:
+            print(f"without any bug nothing is noticed ({time.monotonic() - start:.0f} s)")
+        results = pool.map(lambda mutant: caught(mutant, clean), chosen)
+        for mutant, (found, how) in zip(chosen, results, strict=True):
             print(f"{'caught' if found else 'MISSED'}  {mutant.label}  [{how}]", flush=True)
             survivors += not found
     total = len(chosen)

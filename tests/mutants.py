@@ -135,10 +135,12 @@ def try_mutant(builder: Builder, mutant: Mutant) -> tuple[bool, str]:
         copy_package(package)
         path = package / "csrc" / "cpu" / mutant.file
         path.write_text(path.read_text().replace(mutant.old, mutant.new))
-        source = "operators" if mutant.file == "operators.cpp" else f"isa_{mutant.isa}"
-        sources = {source}
         if mutant.file.endswith(".inl"):
-            sources.add("isa_portable")  # holds float64 for all
+            sources = {f"isa_{mutant.isa}", "isa_portable"}  # which holds float64 for all
+        elif mutant.file == "call.h":
+            sources = {"operators", "cache_operators"}
+        else:
+            sources = {mutant.file.removesuffix(".cpp")}
         objects = package / "objects"
         objects.mkdir()
         for one in sorted(sources):

@@ -58,7 +58,7 @@ MUTANTS = [
     ),
     Mutant(
         "blocks: every head takes those of head 0",
-        "operators.cpp",
+        "call.h",
         "p.block_head = b.size(1) == 1 ? 0 : rows * columns;",
         "p.block_head = 0;",
         "forward",
@@ -72,7 +72,7 @@ MUTANTS = [
     ),
     Mutant(
         "bottom-right: offset of the transposed case",
-        "operators.cpp",
+        "call.h",
         "(cache ? s.lk : full) - s.lq : 0",
         "s.lq - (cache ? s.lk : full) : 0",
         "forward",
@@ -372,7 +372,7 @@ MUTANTS = [
     ),
     Mutant(
         "decode: bottom-right counts from the room of the cache",
-        "operators.cpp",
+        "call.h",
         "(cache ? s.lk : full)",
         "full",
         "decode",
@@ -422,21 +422,21 @@ MUTANTS = [
     ),
     Mutant(
         "paged: the page behind the last is taken for one",
-        "operators.cpp",
+        "call.h",
         "STD_TORCH_CHECK(0 <= page && page < count_,",
         "STD_TORCH_CHECK(0 <= page && page <= count_,",
         "paged_cache",
     ),
     Mutant(
         "paged: starts do not shorten a sequence",
-        "operators.cpp",
+        "call.h",
         "        s.lk -= s.k0;\n",
         "",
         "paged_cache",
     ),
     Mutant(
         "paged: later rows of a long prompt are aligned as the first",
-        "operators.cpp",
+        "cache_operators.cpp",
         "s.off += step, s.lo += step, s.hi += step;",
         "s.off += step;",
         "paged_cache",
@@ -492,6 +492,27 @@ MUTANTS = [
     ),
     Mutant(
         "append: rows with NaN pass for good ones", "append.inl", " + spoilt;", ";", "paged_cache"
+    ),
+    Mutant(
+        "extend: queries are rotated as if the cache were empty",
+        "append.inl",
+        "rotate(p_.lengths[b] + t * p_.q_step, line);",
+        "rotate(t * p_.q_step, line);",
+        "extend",
+    ),
+    Mutant(
+        "extend: attends to what was there before",
+        "call.h",
+        "limit[i] + cache->added",
+        "limit[i]",
+        "extend",
+    ),
+    Mutant(
+        "extend: writes after it has attended",
+        "cache_operators.cpp",
+        "  appending.run();\n  return decoding.run();",
+        "  auto found = decoding.run();\n  appending.run();\n  return found;",
+        "extend",
     ),
     # ---- finished in registers
     Mutant(

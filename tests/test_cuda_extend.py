@@ -151,7 +151,7 @@ KINDS = ["bf16", "fp16", "fp32", "bf16 int8", "fp32 fp8"]
 ROTARY = [None, "halves", "interleaved"]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_append_and_decode(kernels, kind, shape):
     """The cache to the bit what `append` leaves; the output that of `decode` over it, in truth."""

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import attnkit
@@ -596,8 +597,17 @@ def test_a_reason_is_given_for_a_device_without_kernels():
 def test_the_age_of_a_gpu_is_asked(major, served, monkeypatch):
     found = SimpleNamespace(major=major, minor=5)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     reason = _gpu.too_old(torch.device("cuda", 1))
     assert reason == (None if served else "cuda:1 is sm_75, older than sm_80 (A100)")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_age_of_a_fake_gpu_is_not_asked():
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 5, 8, device="cuda", dtype=torch.float16)
+        assert _gpu.too_old(q.device) is None
+        assert "reference" in attnkit.explain(q, q, q)
 
 
 def test_a_backend_that_is_there_is_available(monkeypatch):

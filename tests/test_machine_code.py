@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from attnkit import testing
 from attnkit.backends import triton
+from attnkit.spec import AttentionSpec, CacheArgs, TensorArgs
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.skipif(
@@ -77,21 +80,25 @@ QUICK = "forward sm_90 d64 bf16 right"
 
 def test_the_main_kernel(compile_matrix):
     build = next(b for b in compile_matrix.MAIN if str(b) == QUICK)
-    assert compile_matrix.excess(compile_matrix.attempt(build), BUDGETS[QUICK]) == []
+    found = compile_matrix.attempt(build)
+    assert compile_matrix.excess(build, found, BUDGETS[QUICK]) == []
+    worse = [{"blocks": 1}, {"serialised": 1}, {"hgmma": 0}, {"hot spills": 3}, {"registers": 300}]
+    for change in worse:
+        assert compile_matrix.excess(build, {**found, **change}, BUDGETS[QUICK]), change
 
 
-def test_the_budgets_are_those_of_the_matrix(compile_matrix):
-    """`python bench/compile_matrix.py --check` compiles all of them; CI does that."""
-    builds = [*compile_matrix.MAIN, *compile_matrix.matrix()]
-    assert {str(b) for b in builds} == set(BUDGETS)
+def test_the_budgets_are_of_the_matrix(compile_matrix):
+    """`python bench/compile_matrix.py --check` compiles all of it; CI does that."""
+    assert {str(b) for b in compile_matrix.MAIN} <= set(BUDGETS)
+    assert set(BUDGETS) <= {str(b) for b in compile_matrix.matrix()}
 
 
 def test_goals_of_the_main_kernels():
     """Two blocks per multiprocessor and no spill in the hot loop, where that was promised."""
-    for dim, resident in ((64, 893), (128, 949)):
+    for dim, resident, blocks in ((64, 893, 2), (128, 949, 2), (256, 664, 1)):
         numbers = BUDGETS[f"forward sm_90 d{dim} bf16 right"]
         assert numbers["resident"] >= resident
-        assert numbers["blocks"] >= 2
+        assert numbers["blocks"] >= blocks
         assert numbers["hot spills"] == 0
     for dim in (64, 128):
         assert BUDGETS[f"dkdv sm_90 d{dim} bf16 right"]["resident"] >= 949
@@ -103,3 +110,81 @@ def test_goals_of_the_main_kernels():
 
 def test_nothing_failed_to_compile():
     assert [name for name, numbers in BUDGETS.items() if "failed" in numbers] == []
+
+
+def test_main_loops_use_the_matrix_units_of_hopper(compile_matrix):
+    """Warpgroups' instructions, and ptxas serialises them under a dense bool mask only (so far)."""
+    for build in compile_matrix.matrix():
+        numbers = BUDGETS.get(str(build))
+        if numbers is not None and build.arch == 90 and build.kernel in compile_matrix.FLOP:
+            assert numbers["serialised"] == 0 or "bool" in build.features, build
+            assert numbers["hgmma"] > 0, build
+
+
+class Absent:
+    """A driver of a GPU that is not there: its kernels are compiled, and nothing runs."""
+
+    def __init__(self, arch):
+        self.arch = arch
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, _device):
+        return 0
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.arch, 32)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels that calls on CPU tensors would launch on an H100, compiled for it."""
+    from attnkit.kernels import host
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    names = []
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **options):
+        names.append(self.fn.__name__)
+        return run(self, *args, grid=grid, warmup=True, **options)
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(host, "device_family", lambda _: "hopper")
+    monkeypatch.setattr(driver, "_active", Absent(90))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    return names
+
+
+@pytest.mark.parametrize("case", [
+    testing.Case("sizes of 1, which are constants then", 1, 1, 1, 1, 1, 64, right=0),
+    testing.Case("descriptors", 1, 2, 1, 200, 200, 64),
+], ids=str)  # fmt: skip
+def test_calls_compile_as_they_are_launched(launched, case):
+    """With the constants, divisors and types that Triton itself sees in the arguments."""
+    from attnkit.kernels.backward_launch import backward
+    from attnkit.kernels.forward import forward
+
+    x = testing.build(case, torch.bfloat16)
+    out, lse = forward(*x[:5])
+    needs = (True, True, True, False, False)
+    backward(x.dout, x.dlse, *x[:3], out, lse, x.args, x.spec, needs)
+    assert {"forward_kernel", "dkdv_kernel", "dq_kernel"} <= set(launched)
+
+
+def test_decoding_compiles_as_it_is_launched(launched):
+    from attnkit.kernels.decode import decode
+
+    q = torch.empty(1, 4, 1, 64, dtype=torch.bfloat16)
+    cache = torch.empty(9, 2, 16, 64, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(9, 2, 16)
+    table = torch.zeros(1, 4, dtype=torch.int32)
+    args = TensorArgs(lengths=torch.ones(1, dtype=torch.int32))
+    spec = AttentionSpec(0.1, None, 0, True)
+    where = CacheArgs(block_table=table, k_scale=scale, v_scale=scale)
+    decode(q, cache, cache, args, spec, where)
+    assert launched == ["decode_kernel", "merge_kernel"]

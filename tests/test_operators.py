@@ -43,6 +43,7 @@ def test_these_are_all():
         "attnkit::cpu_backward",
         "attnkit::cpu_decode",
         "attnkit::cpu_append",
+        "attnkit::cpu_extend",
         "attnkit::cpu_probe_fma",
         "attnkit::cpu_probe_read",
         "attnkit::cpu_instruction_sets",

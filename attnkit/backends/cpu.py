@@ -15,13 +15,13 @@ BUILT = importlib.util.find_spec("attnkit._C") is not None
 if BUILT:
     import attnkit._C  # noqa: F401  (its import registers torch.ops.attnkit)
 
-    _forward, _backward, _decode, _append = (
-        getattr(torch.ops.attnkit, name).default
-        for name in ("cpu_forward", "cpu_backward", "cpu_decode", "cpu_append")
+    OPERATORS = ("cpu_forward", "cpu_backward", "cpu_decode", "cpu_append", "cpu_extend")
+    _forward, _backward, _decode, _append, _extend = (
+        getattr(torch.ops.attnkit, name).default for name in OPERATORS
     )
     # the same without what OpOverload's own call costs; Dynamo knows only the former
     _forward_now, _backward_now = _forward._op, _backward._op
-    _decode_now, _append_now = _decode._op, _append._op
+    _decode_now, _append_now, _extend_now = _decode._op, _append._op, _extend._op
 
 _tracing = torch.compiler.is_dynamo_compiling
 _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
@@ -126,6 +126,41 @@ def append(
     call(k, v, k_cache, v_cache, *scales, lengths, table, index, *rotary)
 
 
+def supports_extend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    args: TensorArgs,
+    spec: AttentionSpec,
+    cache: CacheArgs = NO_CACHE,
+) -> str | None:
+    """None, or why these kernels cannot append and attend in one call."""
+    return supports_decode(q, k_cache, v_cache, args, spec, cache)
+
+
+def extend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    args: TensorArgs,
+    spec: AttentionSpec,
+    cache: CacheArgs = NO_CACHE,
+    rotary: RotaryTables = NO_ROTARY,
+    query_step: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`append` k and v, and `decode` from q over what the cache holds then: one operator.
+
+    args.lengths are those before the new tokens, and are not changed.  Where query_step is given
+    queries are rotated, too: query i of sequence b as one at position lengths[b] + i * query_step.
+    """
+    call = _extend if _tracing() else _extend_now
+    return call(q, k, v, k_cache, v_cache, *args, *spec, *cache, *rotary, query_step)  # type: ignore[no-any-return]
+
+
 def _lse(q: Tensor) -> Tensor:
     return q.new_empty(
         q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -136,11 +171,14 @@ if BUILT:
     # Gradients are recorded above, by the one autograd Function; PyTorch's own fallback for
     # autograd at the operators would only cost time.
     _library = torch.library.Library("attnkit", "IMPL")
-    for _name in ("cpu_forward", "cpu_backward", "cpu_decode", "cpu_append"):
+    for _name in OPERATORS:
         _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 
     _flops.register(
-        torch.ops.attnkit.cpu_forward, torch.ops.attnkit.cpu_backward, torch.ops.attnkit.cpu_decode
+        torch.ops.attnkit.cpu_forward,
+        torch.ops.attnkit.cpu_backward,
+        torch.ops.attnkit.cpu_decode,
+        torch.ops.attnkit.cpu_extend,
     )
 
     @torch.library.register_fake("attnkit::cpu_forward")
@@ -148,6 +186,7 @@ if BUILT:
         return empty_like(q, v.shape[-1]), _lse(q)
 
     @torch.library.register_fake("attnkit::cpu_decode")
+    @torch.library.register_fake("attnkit::cpu_extend")
     def _(q, k, v, *rest):
         return empty_like(q, v.shape[-1]), _lse(q)
 

@@ -21,9 +21,17 @@ if BUILT and torch.version.cuda is not None:
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
-_HEAD_DIMS = frozenset(
-    ((64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128))
-)
+# Those of keys and values that there are kernels for, and the most shared memory that one of these
+# takes.
+_HEAD_DIMS = {
+    (64, 64): 73856,
+    (80, 80): 47712,
+    (96, 96): 59904,
+    (128, 128): 76288,
+    (192, 128): 117760,
+    (192, 192): 134144,
+    (256, 256): 150272,
+}
 _UNIT = 16  # bytes that are read at once
 _MOST = 1 << 29  # slots of a sequence
 
@@ -101,6 +109,12 @@ def _against(q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionS
     if dims not in _HEAD_DIMS:
         known = ", ".join(f"{d}" if d == dv else f"{d}/{dv}" for d, dv in sorted(_HEAD_DIMS))
         return f"head dims {dims[0]} and {dims[1]} are not among those with a kernel: {known}"
+    room = _gpu.shared_memory(q.device) if q.is_cuda else None
+    if room is not None and _HEAD_DIMS[dims] > room:
+        return (
+            f"head dims {dims[0]} and {dims[1]} take up to {_HEAD_DIMS[dims]} bytes of shared "
+            f"memory, {q.device} has {room}"
+        )
     if args.bias is not None or args.blocks is not None:
         return "a bias, a dense mask or blocks are given"
     if args.q_segments is not None or args.cu_seqlens_q is not None:

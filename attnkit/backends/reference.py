@@ -197,6 +197,16 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((turned, rest), -1)
 
 
+def rotated_queries(q: Tensor, lengths: Tensor, step: int, rotary: RotaryTables) -> Tensor:
+    """q [B, H, L, D] with query t of sequence b rotated as one at lengths[b] + t * step."""
+    assert rotary.cos is not None
+    assert rotary.sin is not None
+    positions = lengths.long()[:, None] + step * torch.arange(q.shape[2], device=q.device)
+    _refuse(positions, positions >= len(rotary.cos), "positions of queries", len(rotary.cos) - 1)
+    cos, sin = (t[positions][:, None] for t in (rotary.cos, rotary.sin))
+    return rotated(q, cos, sin, rotary.interleaved).to(q.dtype)
+
+
 def _write(new: Tensor, old: Tensor, places: tuple[Tensor, Tensor]) -> None:
     pages, rows = places
     old[pages, :, rows] = new.transpose(1, 2)

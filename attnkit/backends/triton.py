@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _LARGEST_DIM = 512
-_LONGEST = 1 << 30  # positions are 32-bit numbers, and so are their differences
+_LONGEST = 1 << 28  # positions are 32-bit numbers, and so are sums of some of them
+_MOST_PROGRAMS = 1 << 31
 _tracing = torch.compiler.is_dynamo_compiling
 _modes = torch._C._len_torch_dispatch_stack
 
@@ -47,7 +48,12 @@ def supports(q: Tensor, k: Tensor, v: Tensor, args: TensorArgs, spec: AttentionS
     if q.shape[3] > _LARGEST_DIM or v.shape[3] > _LARGEST_DIM:
         return f"head dim {max(q.shape[3], v.shape[3])} is above {_LARGEST_DIM}"
     if q.shape[2] > _LONGEST or k.shape[2] > _LONGEST:
-        return f"length {max(q.shape[2], k.shape[2])} is above 2^30"
+        return f"length {max(q.shape[2], k.shape[2])} is above 2^28"
+    # of every kernel: a program has 16 rows or more, and one more per packed sequence
+    sequences = 0 if args.cu_seqlens_q is None else args.cu_seqlens_q.shape[0]
+    programs = (max(q.shape[2], k.shape[2]) // 16 + 1 + sequences) * q.shape[0] * q.shape[1]
+    if programs >= _MOST_PROGRAMS:
+        return f"batch, heads and lengths make some {programs} programs, 2^31 or more"
     if args.cu_seqlens_q is not None and not (
         args.lengths is None and args.blocks is None and args.bias is None
     ):
@@ -71,6 +77,12 @@ def supports_decode(
     located = cache.block_table is not None or cache.batch_index is not None
     if (located or cache.k_scale is not None) and not readable(k, v):
         return "a paged or quantised cache is not contiguous in its last dimension"
+    capacity = k.shape[2] * (1 if cache.block_table is None else cache.block_table.shape[1])
+    if capacity > _LONGEST:
+        return f"the cache has room for {capacity} keys of a sequence, more than 2^28"
+    programs = q.shape[0] * q.shape[1] * q.shape[2] * (capacity // 256 + 1)
+    if programs >= _MOST_PROGRAMS:
+        return f"batch, heads, queries and room make some {programs} programs, 2^31 or more"
     return supports(q, k, v, args, spec)
 
 
@@ -117,7 +129,12 @@ def decode(
     spec: AttentionSpec,
     cache: CacheArgs = NO_CACHE,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of new queries over a cache k, v [N, Hkv, S, .] of args.lengths keys."""
+    """Attention of new queries over a cache k, v [N, Hkv, S, .] of args.lengths keys.
+
+    Raises:
+        RuntimeError: lengths beyond the capacity, or rows that the cache does not have.  On a GPU
+            these end the kernel by a device-side assertion: nothing is read there.
+    """
     call = torch.ops.attnkit.triton_decode.default if _watched(q) else _decode
     return call(q, k, v, *args, *spec, *cache)  # type: ignore[no-any-return]
 
@@ -177,8 +194,39 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
 
     args = TensorArgs(*rest[:_N_ARGS])
     spec = AttentionSpec(*rest[_N_ARGS : _N_ARGS + _N_SPEC])
+    cache = CacheArgs(*rest[_N_ARGS + _N_SPEC :])
+    if q.is_cpu:
+        _check_rows(q, k, args, spec, cache)
     with _device_of(q):
-        return launch(q, k, v, args, spec, CacheArgs(*rest[_N_ARGS + _N_SPEC :]))
+        return launch(q, k, v, args, spec, cache)
+
+
+def _check_rows(
+    q: Tensor, k: Tensor, args: TensorArgs, spec: AttentionSpec, cache: CacheArgs
+) -> None:
+    """What the kernel asserts: lengths within the capacity, and rows that there are."""
+    table, index, size = cache.block_table, cache.batch_index, k.shape[2]
+    lengths = cast(Tensor, args.lengths)
+    capacity = size * (1 if table is None else table.shape[1])
+    _refuse("lengths", lengths, (lengths < 0) | (lengths > capacity), capacity)
+    # a row is looked up where one of its slots is, from the first that a query sees
+    first = torch.zeros_like(lengths)
+    if spec.left is not None:
+        first = lengths - q.shape[2] - spec.left
+    if cache.starts is not None:
+        first = torch.maximum(first, cache.starts)
+    if table is not None:
+        ends = torch.arange(1, table.shape[1] + 1) * size
+        used = (ends > first[:, None]) & (ends - size < lengths[:, None])
+        _refuse("block_table", table, used & ((table < 0) | (table >= len(k))), len(k) - 1)
+    elif index is not None:
+        wrong = (index < 0) | (index >= len(k))
+        _refuse("batch_index", index, wrong & (first < lengths), len(k) - 1)
+
+
+def _refuse(name: str, found: Tensor, wrong: Tensor, most: int) -> None:
+    if bool(wrong.any()):
+        raise RuntimeError(f"{name} is {int(found[wrong][0])}, expected 0 to {most}")
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

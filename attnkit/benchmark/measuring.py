@@ -248,7 +248,7 @@ def chosen(task: Task, wanted: Sequence[str]) -> tuple[list[str], dict[str, str]
         raise ValueError(
             f"{'operation' if suite else 'suite'} is {found!r}, expected one of {known}"
         )
-    own = suite.names(task.case)
+    own = suite.names(task.operation)
     for name in wanted:
         check_name(name)
     names = [

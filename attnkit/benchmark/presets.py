@@ -77,7 +77,7 @@ def quick() -> list[Task]:
         *tasks("decode", "decode", [decoding(1, 8, 2048, *kind) for kind in
                                     (("bf16",), ("fp32", "int8"))]),
         *tasks("varlen", "forward", [Case(4, 8, 512, 64, mask="padded")]),
-        *tasks("masks", "forward", [Case(1, 8, 1024, 64, mask=mask) for mask in
+        *tasks("masks", "forward", [Case(1, 4, 1024, 64, mask=mask) for mask in
                                     ("causal", "causal+window:256", "alibi", "softcap", "bias")]),
         *tasks("modules", "encoder layer step", [Case(2, 8, 256, 64, mask="causal")]),
         *tasks("generation", generation.WRITING, [Case(1, 8, 32, 32, mask="causal", keys=64)]),
@@ -154,7 +154,7 @@ def gpu(device: str = "cuda") -> list[Task]:
 
 PRESETS = {
     "smoke": Preset(tuple(smoke()), Settings(rounds=2, min_time=0.001)),  # seconds
-    "quick": Preset(tuple(quick()), Settings(rounds=5, min_time=0.03)),  # two minutes, two cores
+    "quick": Preset(tuple(quick()), Settings(rounds=5, min_time=0.02)),  # two minutes, two cores
     "cpu": Preset(tuple(cpu()), Settings(implementations=(*USUAL, *CPU_PEERS))),  # an hour
     "gpu": Preset(tuple(gpu()), Settings(rounds=15, implementations=())),
     "paper": Preset(tuple(paper()), Settings(rounds=15, implementations=())),

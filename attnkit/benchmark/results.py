@@ -214,7 +214,7 @@ def markdown(results: Results) -> str:
     lines = [
         f"{headline(results.machine, results.versions)}; {results.created}",
         "",
-        "| case | operation | implementation | median ms | best ms | GF/s or GB/s | of peak "
+        "| case | operation | implementation | median ms | best ms | GF/s, or as said | of peak "
         f"| x {baselines.pop() if len(baselines) == 1 else 'baseline'} (middle half) | extra MiB "
         "| row error |",
         "|---|---|---|--:|--:|--:|--:|--:|--:|--:|",
@@ -242,6 +242,8 @@ def cells(results: Results, row: Row) -> list[str]:
         rate = f"{row.gigabytes:.3g} GB/s"
     elif "tokens" in row.extra:
         rate = f"{row.extra['tokens'] / row.samples.median:.3g} tokens/s"
+    elif row.suite == "overhead":
+        rate = f"{1e6 * row.samples.median:.3g} us"
     else:
         rate = f"{row.gflops:.3g}"
     return [

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from attnkit.benchmark.cases import OPERATIONS, Case
+from attnkit.benchmark.cases import Case
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Task:
     def group(self) -> str:
         """The name under which its rows are compared, unique within results."""
         own = f"{self.case.label} {self.operation}"
-        return own if self.suite in OPERATIONS else f"{self.suite} {own}"
+        return own if self.suite == self.operation else f"{self.suite} {own}"
 
 
 class Work(NamedTuple):
@@ -61,7 +61,7 @@ class Suite(NamedTuple):
 
     summary: str
     operations: tuple[str, ...]
-    names: Callable[[Case], tuple[str, ...]]  # of all implementations that it knows
+    names: Callable[[str], tuple[str, ...]]  # of all that know how to do an operation
     refusal: Callable[[str, Case, str], str | None]  # (name, case, operation): the reason
     contest: Callable[[Case, int], Contest]  # (case, seed)
     flops: Callable[[Case, str], float]

@@ -1,4 +1,5 @@
-// New keys and values into a cache: rotated and quantised, if asked for, on their way.
+// New keys and values into a cache: rotated and quantised, if asked for, on their way; and the
+// queries that come with them, rotated likewise.
 
 template <class T>
 class Append {
@@ -6,14 +7,19 @@ class Append {
   Append(const AppendParams& p, const Team& team) : p_(p), team_(team) {}
 
   void run() {
-    const int64_t items = p_.sequences * p_.heads * p_.tokens;
+    const int64_t tokens = p_.sequences * p_.heads * p_.tokens;
+    const int64_t items = tokens + p_.sequences * p_.q_heads * p_.q_rows;
     const int workers = static_cast<int>(lesser<int64_t>(team_.threads, items));
     const int64_t ld = ceil_to(greater(p_.head_dim, p_.value_dim), kLanes<T>);
     T* lines = nullptr;
     Workspace workspace([&](Workspace& w) { w.take(lines, greater(workers, 1) * ld); });
     for_each(team_, items, [&](int64_t item, int worker) {
-      const int64_t h = item / p_.tokens % p_.heads;
-      token(item / p_.tokens / p_.heads, h, item % p_.tokens, lines + worker * ld);
+      T* line = lines + worker * ld;
+      if (item < tokens)
+        return token(item / p_.tokens / p_.heads, item / p_.tokens % p_.heads, item % p_.tokens,
+                     line);
+      item -= tokens;
+      query(item / p_.q_rows / p_.q_heads, item / p_.q_rows % p_.q_heads, item % p_.q_rows, line);
     });
   }
 
@@ -26,6 +32,13 @@ class Append {
     put(line, p_.head_dim, p_.k_cache, p_.k_scale, page, h, row);
     load_row(row_of(p_.v, b, h, t), p_.v.dtype, p_.v.column, p_.value_dim, line);
     put(line, p_.value_dim, p_.v_cache, p_.v_scale, page, h, row);
+  }
+
+  void query(int64_t b, int64_t h, int64_t t, T* line) {
+    load_row(row_of(p_.q, b, h, t), p_.q.dtype, p_.q.column, p_.head_dim, line);
+    rotate(p_.lengths[b] + t * p_.q_step, line);
+    store_row(line, p_.head_dim, T{1}, mutable_row_of(p_.q_rotated, b, h, t), p_.q.dtype,
+              p_.q_rotated.column);
   }
 
   // Pairs are dimensions (2 i, 2 i + 1), or (i, i + half).

@@ -8,6 +8,7 @@ as its output, where this machine cannot build it.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shlex
@@ -184,7 +185,10 @@ def main() -> int:
     if reason:
         print(reason)
         return 3
-    print(getattr(Builder(variant), what)())
+    builder = Builder(variant)
+    with (builder.folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # sanitized kernels are built beside running tests
+        print(getattr(builder, what)())
     return 0
 
 

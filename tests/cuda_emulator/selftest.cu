@@ -1,5 +1,5 @@
 // Small kernels for test_cuda_emulator.py: some right, some with the one mistake of their name.
-//   selftest NAME ORDER      prints "ok" or what is wrong
+//   selftest ORDER NAMES...      prints "ok" or what is wrong, for each
 #include <cuda_pipeline_primitives.h>
 
 #include <cstdio>
@@ -237,8 +237,11 @@ const std::map<std::string, std::function<std::string()>> kCases = {
 }  // namespace
 
 int main(int count, char** words) {
-  if (count != 3 || !kCases.count(words[1])) return 2;
-  emulator::options.order = static_cast<unsigned>(atoi(words[2]));
-  printf("%s\n", kCases.at(words[1])().c_str());
+  if (count < 3) return 2;
+  emulator::options.order = static_cast<unsigned>(atoi(words[1]));
+  for (int i = 2; i < count; ++i) {
+    if (!kCases.count(words[i])) return 2;
+    printf("%s\n", kCases.at(words[i])().c_str());
+  }
   return 0;
 }

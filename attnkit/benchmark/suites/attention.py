@@ -118,7 +118,7 @@ class FeatureSubject(Subject):
         return self.plain.ran("attnkit") if name == PLAIN else super().ran(name)
 
 
-def _names(case: Case) -> tuple[str, ...]:
+def _names(operation: str) -> tuple[str, ...]:
     return tuple(IMPLEMENTATIONS)
 
 
@@ -141,7 +141,7 @@ SUITES = {
     "masks": Suite(
         "what each mask and feature costs beside the plain call",
         ("forward", "backward", "step"),
-        lambda case: ("attnkit", PLAIN, *_names(case)[1:]),
+        lambda operation: ("attnkit", PLAIN, *_names(operation)[1:]),
         _feature_refusal,
         FeatureSubject.of,
         _flops,

@@ -29,7 +29,7 @@ SUITES = {
     "overhead": Suite(
         "microseconds of a call on next to nothing, without and with a gradient to come",
         ("call", "call with gradient"),
-        lambda case: NAMES,
+        lambda operation: NAMES,
         lambda name, case, operation: refusal(name, case, "forward"),
         CallSubject.of,
         lambda case, operation: case.flops("forward"),

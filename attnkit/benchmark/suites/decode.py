@@ -146,7 +146,7 @@ def _paged(q: Tensor, k: Tensor, v: Tensor, kind: str) -> Callable[[], Tensor]:
     return lambda: cache.attend(q, ids, causal=False)
 
 
-def _names(case: Case) -> tuple[str, ...]:
+def _names(operation: str) -> tuple[str, ...]:
     return tuple(IMPLEMENTATIONS)
 
 

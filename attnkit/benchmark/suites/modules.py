@@ -190,7 +190,7 @@ SUITES = {
     "modules": Suite(
         "modules of attnkit.nn beside torch.nn's",
         OPERATIONS_OF_MODULES,
-        lambda case: tuple(LIBRARIES),
+        lambda operation: tuple(LIBRARIES),
         _refusal,
         ModuleSubject.of,
         _flops,
@@ -199,7 +199,7 @@ SUITES = {
     "compile": Suite(
         "the same modules under torch.compile(fullgraph=True), beside themselves without it",
         OPERATIONS_OF_MODULES,
-        lambda case: (*LIBRARIES, *(name + EAGER for name in LIBRARIES)),
+        lambda operation: (*LIBRARIES, *(name + EAGER for name in LIBRARIES)),
         _refusal,
         ModuleSubject.of_compiled,
         _flops,

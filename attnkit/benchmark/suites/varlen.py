@@ -125,13 +125,15 @@ def _without_padding(results: Sequence[Tensor], real: Tensor) -> tuple[Tensor, .
     return results[0] * real, *results[1:]
 
 
-def _names(case: Case) -> tuple[str, ...]:
+def _names(operation: str) -> tuple[str, ...]:
     return (*PACKED, *PADDED)
 
 
 def _refusal(name: str, case: Case, operation: str) -> str | None:
-    if name not in _names(case):
-        raise ValueError(f"implementation is {name!r}, expected one of {', '.join(_names(case))}")
+    if name not in _names(operation):
+        raise ValueError(
+            f"implementation is {name!r}, expected one of {', '.join(_names(operation))}"
+        )
     if case.structure not in ({"padded"}, {"padded", "causal"}) or case.features:
         return "a case of varlen is padded, or padded+causal"
     if case.queries != case.keys:
