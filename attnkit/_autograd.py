@@ -281,13 +281,13 @@ def run_extend(
     query_step: int | None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of queries on a cache of args.lengths keys and k, which is written to it first."""
-    impl = dispatch.select_decode(q, k_cache, v_cache, args, spec, cache)
-    fused = getattr(impl, "supports_extend", None)
-    if fused is not None and fused(q, k, v, k_cache, v_cache, args, spec, cache) is None:
-        return impl.extend(  # type: ignore[no-any-return]
+    fused = dispatch.select_extend(q, k, v, k_cache, v_cache, args, spec, cache)
+    if fused is not None:
+        return fused.extend(  # type: ignore[no-any-return]
             q, k, v, k_cache, v_cache, args, spec, cache, rotary, query_step
         )
     assert args.lengths is not None
+    impl = dispatch.select_decode(q, k_cache, v_cache, args, spec, cache)
     writer = dispatch.select_append(k, v, k_cache, v_cache)
     if query_step is not None:
         q = reference.rotated_queries(q, args.lengths, query_step, rotary)

@@ -71,6 +71,15 @@ def select_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> Mod
     return _first("supports_append", k, v, k_cache, v_cache)
 
 
+def select_extend(*call: Any) -> ModuleType | None:
+    """The backend that appends and attends in one operator; None where that takes two."""
+    name = forced_backend()
+    for each, backend in BACKENDS.items():
+        if (name is None or name == each) and backend.supports_extend(*call) is None:
+            return backend
+    return None
+
+
 def _first(question: str, *call: Any) -> ModuleType:
     """The first backend, of those that `use_backend` leaves, with nothing against the call."""
     name = forced_backend()

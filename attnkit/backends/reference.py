@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,6 +132,11 @@ def decode(
         if cache.starts is not None:
             args = args._replace(keep=filled if args.keep is None else filled & args.keep)
         return _attend(q, k, v, args, spec, off)
+
+
+def supports_extend(*call: Any) -> str:
+    """Why appending and attending take two calls."""
+    return "it has no operator that appends and attends"
 
 
 def supports_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:

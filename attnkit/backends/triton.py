@@ -86,6 +86,11 @@ def supports_decode(
     return supports(q, k, v, args, spec)
 
 
+def supports_extend(*call: Any) -> str:
+    """Why appending and attending take two calls."""
+    return "it has no operator that appends and attends"
+
+
 def supports_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
     """None, or why these kernels cannot write k and v into the cache."""
     return "there is no Triton kernel that writes into a cache: PyTorch's own indexing does it"
