@@ -305,8 +305,7 @@ class PagedKVCache:
             query, k, v, sequences, rotary: as of `append` and `attend`; queries are not rotated.
             options: of `attend`.
 
-        Raises:
-            As `append`.
+        Raises what `append` does.
         """
         index, cache, tables = self._place(k, v, sequences, rotary)
         out = functional.extend_attention(

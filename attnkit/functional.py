@@ -491,14 +491,14 @@ def extend_attention(
         rotary: the angles by which keys are rotated on their way, each by those of its slot.
         query_step: 0 or 1: rotate queries, too, query t as one at position lengths[b] + t *
             query_step; None: leave them.
-        starts, block_table, batch_index, keep, left, right, causal, scale, softcap, sinks, alibi,
-            return_lse: as in `decode_attention`.
+        starts, block_table, batch_index: as in `decode_attention`.
+        keep, left, right, causal: as in `decode_attention`.
+        scale, softcap, sinks, alibi, return_lse: as in `decode_attention`.
 
     Returns:
         out [B, Hq, Lq, Dv], and with return_lse (out, lse): lse [B, Hq, Lq].
 
-    Raises:
-        As `decode_attention`; nothing is written then.
+    Raises what `decode_attention` does; nothing is written then.
     """
     cache = CacheArgs(starts, block_table, batch_index, key_scale, value_scale)
     query, cache_key, cache_value, capacity = _on_cache(query, cache_key, cache_value, cache)
