@@ -105,7 +105,12 @@ _AMPERE = {
         (512, Config(16, 16, 4, 1)),
     ],
 }
-TABLE = {"hopper": _HOPPER, "ampere": _AMPERE, "blackwell": _HOPPER, "amd": _AMPERE}
+# Hopper's tiles; how many fit beside accumulators in tensor memory is not promised.
+_BLACKWELL = {
+    key: [(most, config._replace(resident=1)) for most, config in rows]
+    for key, rows in _HOPPER.items()
+}
+TABLE = {"hopper": _HOPPER, "ampere": _AMPERE, "blackwell": _BLACKWELL, "amd": _AMPERE}
 
 
 def family(capability: tuple[int, int] | None) -> str:

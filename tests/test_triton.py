@@ -9,6 +9,7 @@ stands for the Triton kernels alone, and whole files of the other tests can be r
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import hypothesis
@@ -306,7 +307,7 @@ def test_more_packed_sequences_than_are_searched_at_once(backend, monkeypatch):
 
 OPTIONS = {
     "queries": st.sampled_from((0, 1, 2, 31, 33)), "keys": st.sampled_from((0, 1, 16, 32, 35)),
-    "batch": st.integers(0, 2), "kv_heads": st.integers(1, 2),
+    "batch": st.integers(0, 2), "heads": st.integers(1, 2),
     "dim": st.sampled_from((0, 1, 8, 17)), "value_dim": st.sampled_from((None, 0, 1, 16)),
     "left": st.sampled_from((None, -2, 0, 9, 10**12)),
     "right": st.sampled_from((None, -1, 0, 40, 10**12)), "bottom_right": st.booleans(),
@@ -321,14 +322,16 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@hypothesis.settings(max_examples=12, deadline=None, database=None, derandomize=True)
+@hypothesis.settings(max_examples=8, deadline=None, database=None, derandomize=True)
 @hypothesis.given(
     st.fixed_dictionaries({}, optional=OPTIONS),
     st.sampled_from((torch.float32, torch.float16, torch.bfloat16, torch.float64)),
 )
 def test_a_call_that_is_not_refused_is_right(options, dtype):
     """Whatever is asked: a sentence, or the result."""
-    case = Case("", **{**TINY, **options, "heads": 2 * options.get("kv_heads", 1)})
+    case = Case("", **{**TINY, "queries": 33, "keys": 35, **options})
+    if 0 in (case.batch, case.queries, case.keys):  # of a stretched bias nothing has one shape
+        case = dataclasses.replace(case, bias="")
     x = testing.build(case, dtype)
     reason = triton.supports(*x[:5])
     assert (reason is not None) == (dtype == torch.float64), reason
