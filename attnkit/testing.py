@@ -516,8 +516,10 @@ def recorded_backends() -> Iterator[list[str]]:
 
     try:
         for name, module in dispatch.BACKENDS.items():
-            for function in ("forward", "backward", "decode"):
-                original = getattr(module, function)
+            for function in ("forward", "backward", "decode", "extend"):
+                original = getattr(module, function, None)
+                if original is None:  # not every backend extends a cache in one call
+                    continue
                 saved.append((module, function, original))
                 setattr(module, function, wrap(f"{name}.{function}", original))
         yield ran

@@ -96,7 +96,26 @@ def test_flash_attns_call_appends_and_decodes(ran):
         found.append((out, k, v))
     for got, want in zip(*found[::-1], strict=True):
         torch.testing.assert_close(got, want)
-    assert ran == ["reference.decode"] * 2 + ["cuda.decode"] * 2  # the first with no queries
+    assert ran == ["reference.decode", "cuda.extend"]
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_paged_cache_is_extended_by_one_call(ran, quantize):
+    found = []
+    for name in ("reference", "cuda"):
+        torch.manual_seed(1)
+        cache = PagedKVCache.allocate(
+            12, 16, HEADS, D, max_sequences=2, max_pages_per_sequence=4, dtype=torch.float32,
+            quantize=quantize,
+        )  # fmt: skip
+        ids = cache.add(2)
+        with dispatch.use_backend(name):
+            for n in (21, 1):
+                q = torch.randn(2, 4 * HEADS, n, D)
+                out = cache.extend(q, *tokens(2, n, torch.float32), ids)
+        found.append(out)
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+    assert ran == ["reference.decode"] * 2 + ["cuda.extend"] * 2
 
 
 def test_attention_without_a_gradient(ran):
