@@ -21,8 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import attnkit
 from attnkit import dispatch, testing
+from attnkit._slots import quantise
 from attnkit.backends import triton
-from attnkit.backends.reference import quantise
 from attnkit.spec import AttentionSpec, CacheArgs, TensorArgs
 from attnkit.testing import Case
 
