@@ -36,7 +36,7 @@ help:
 	@echo 'make bench-cpu the goals of the CPU kernels, beside other libraries, into bench/results'
 	@echo 'make gpu-check on a machine with a GPU: every kernel against float64, races, then times, into DIR'
 	@echo 'make info      machine, versions, backends, and why a backend is missing'
-	@echo 'make verify    every kernel of this machine against float64, in half a minute'
+	@echo 'make verify    the kernels of this machine against float64, what half a minute holds'
 	@echo 'make docs      build the documentation into build/docs'
 	@echo 'make lint      ruff and clang-format, changing nothing    (make format changes)'
 	@echo 'make types     mypy'

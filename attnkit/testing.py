@@ -695,7 +695,6 @@ def _corners() -> list[Case]:
 
 def far_heads(t: Tensor, apart: int = 2**31 + 64) -> Tensor:
     """A copy of t [1, H, L, D], heads ``apart`` elements from each other; the rest is untouched."""
-    _, heads, length, dim = t.shape
-    elements = (heads - 1) * apart + length * dim
+    elements = (t.shape[1] - 1) * apart + t[0, 0].numel()
     buffer = torch.frombuffer(mmap.mmap(-1, elements * t.element_size()), dtype=t.dtype)
-    return buffer.as_strided(t.shape, (0, apart, dim, 1)).copy_(t)
+    return buffer.as_strided(t.shape, (0, apart, t.shape[3], 1)).copy_(t)

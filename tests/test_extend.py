@@ -91,7 +91,9 @@ def test_the_cpu_has_one_operator_for_it(monkeypatch):
     for name in ("append", "decode"):
         monkeypatch.setattr(cpu, name, None)
     with attnkit.use_backend("cpu"):
-        attnkit.extend_attention(q, k, v, *caches, LENGTHS)
+        out = attnkit.extend_attention(q, k, v, *caches, LENGTHS)
+    assert torch.equal(caches[0][0, :, :3], k[0])
+    assert out.isfinite().all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
