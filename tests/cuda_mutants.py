@@ -149,7 +149,7 @@ MUTANTS = [
     Mutant(
         "lengths: not checked",
         "work.cuh",
-        "ATTNKIT_REQUIRE(0 <= w.length && w.length <= p.capacity,",
+        "ATTNKIT_REQUIRE(0 <= held && held <= p.capacity - p.added,",
         "ATTNKIT_REQUIRE(true,",
         "refused",
     ),
