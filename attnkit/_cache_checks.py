@@ -16,6 +16,43 @@ from attnkit.spec import CacheArgs
 EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
 
 
+def ordinary(q: Any, k: Any, v: Any, key: Any, value: Any, lengths: Any) -> bool:
+    """The quick look: whether queries, new tokens and a cache are of one kind and fit together.
+
+    They are q [B, Hq, Lq, D], k, v [B, Hkv, n, .] and key, value [B, Hkv, S, .].  False only means
+    that the other checks have to look closer.
+    """
+    if not (
+        _checks.plain(q, k, v)
+        and type(key) is type(value) is type(lengths) is Tensor
+        and q.dtype is key.dtype is value.dtype
+        and lengths.dtype is torch.int32
+        and (
+            (key.is_cpu and value.is_cpu and lengths.is_cpu)
+            if q.is_cpu
+            else key.device == value.device == lengths.device == q.device
+        )
+    ):
+        return False
+    qs, ks, vs = q.shape, k.shape, v.shape
+    held, valued = key.shape, value.shape
+    if not len(qs) == len(ks) == len(vs) == len(held) == len(valued) == 4:
+        return False
+    batch, heads, _, dim = qs
+    _, groups, slots, _ = held
+    n, wide = ks[2], vs[3]
+    return (
+        held == (batch, groups, slots, dim)
+        and valued == (batch, groups, slots, wide)
+        and ks == (batch, groups, n, dim)
+        and vs == (batch, groups, n, wide)
+        and groups > 0
+        and dim > 0
+        and heads % groups == 0
+        and lengths.shape == (batch,)
+    )
+
+
 def quantised(key: Any, cache: CacheArgs) -> bool:
     """Whether the call means a quantised cache, rightly or not."""
     scaled = cache.k_scale is not None or cache.v_scale is not None

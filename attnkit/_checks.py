@@ -304,7 +304,7 @@ def per_sequence(
     """Check a tensor with an entry for each sequence of a cache."""
     if not isinstance(value, Tensor) or value.dtype != dtype:
         raise TypeError(f"{name} is {describe(value)}, expected a tensor of {dtype}")
-    if tuple(value.shape) != shape:
+    if value.shape != shape:
         raise RuntimeError(f"{name} has shape {tuple(value.shape)}, expected {shape}")
     if value.device != q.device:
         raise RuntimeError(f"{name} is on {value.device}, query is on {q.device}")

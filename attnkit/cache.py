@@ -239,10 +239,18 @@ class KVCache(_Cache):
 
         Raises what `append` does.
         """
+        tracing = torch.compiler.is_compiling()
+        if not (options or tracing) and counts is bias is left is None:
+            cache = self.k, self.v, self.lengths
+            if _cache_checks.ordinary(query, k, v, *cache):
+                self.check_room(k.shape[2])
+                out = functional.extend_ordinary(query, k, v, *cache, self.keep)
+                self._count(k.shape[2], None)
+                return out
         if bias is not None:
             self._write(k, v, counts)
             out = self._attend_biased(query, bias, left, **options)
-        elif torch.compiler.is_compiling():  # which makes one kernel of the writing by itself
+        elif tracing:  # which makes one kernel of the writing by itself
             self._write(k, v, counts)
             # the last queries may be padding, which is not kept
             out = self._attend(query, self.lengths + k.shape[2], left=left, **options)

@@ -20,7 +20,7 @@ from attnkit._autograd import NO_ARGS, expanded, in_transform, run, run_decode, 
 from attnkit._options import gather, zeros
 from attnkit.backends import reference
 from attnkit.masks import Mask
-from attnkit.spec import NO_ROTARY, AttentionSpec, CacheArgs, RotaryTables, TensorArgs
+from attnkit.spec import NO_CACHE, NO_ROTARY, AttentionSpec, CacheArgs, RotaryTables, TensorArgs
 
 
 def scaled_dot_product_attention(
@@ -524,6 +524,24 @@ def extend_attention(
     return (out, lse) if return_lse else out
 
 
+def extend_ordinary(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache_key: Tensor,
+    cache_value: Tensor,
+    lengths: Tensor,
+    keep: Tensor | None,
+) -> Tensor:
+    """`extend_attention` without options, of what `_cache_checks.ordinary` has let pass."""
+    _refuse_gradient("extend_attention", query, cache_key, cache_value, key, value)
+    d = query.shape[3]
+    args, spec = TensorArgs(None, None, keep, lengths), AttentionSpec(d**-0.5, None, 0, True)
+    return run_extend(
+        query, key, value, cache_key, cache_value, args, spec, NO_CACHE, NO_ROTARY, None
+    )[0]
+
+
 def _on_cache(
     query: Tensor, key: Tensor, value: Tensor, cache: CacheArgs
 ) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -560,13 +578,13 @@ def _decoding(
     alibi: Tensor | None,
 ) -> tuple[TensorArgs, AttentionSpec]:
     """The options of a call on a cache, checked."""
-    batch = query.shape[0]
-    _checks.per_sequence("lengths", lengths, torch.int32, (batch,), query)
+    _checks.per_sequence("lengths", lengths, torch.int32, (query.shape[0],), query)
     if keep is not None:
-        _checks.per_sequence("keep", keep, torch.bool, (batch, capacity), query)
-    for name, bound in (("left", left), ("right", right)):
-        if bound is not None and _checks.count(name, bound) < 0:
-            raise ValueError(f"{name} is {bound}, expected 0 or more, or None for no limit")
+        _checks.per_sequence("keep", keep, torch.bool, (query.shape[0], capacity), query)
+    if left is not None or right is not None:
+        for name, bound in (("left", left), ("right", right)):
+            if bound is not None and _checks.count(name, bound) < 0:
+                raise ValueError(f"{name} is {bound}, expected 0 or more, or None for no limit")
     given, spec, _ = gather(query, capacity, None, None, scale, softcap, sinks, alibi)
     args = TensorArgs(None, given.sinks, keep, lengths, None, None, None, given.alibi)
     right = 0 if _checks.flag("causal", causal) else right

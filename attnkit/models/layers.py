@@ -105,13 +105,9 @@ class Attention(nn.Module):
         elif isinstance(cache, RingKVCache):  # as large as the window
             out = cache.extend(query, *kv, counts=sight.counts)
         else:
+            slopes = {} if sight.alibi is None else {"alibi": sight.alibi}
             out = cache.extend(
-                query,
-                *kv,
-                counts=sight.counts,
-                bias=sight.bias,
-                left=self.left,
-                alibi=sight.alibi,
+                query, *kv, counts=sight.counts, bias=sight.bias, left=self.left, **slopes
             )
         return cast(Tensor, self.out_proj(out.transpose(1, 2).reshape(x.shape)))
 
